@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from tests.steps import make_context
-from vllm_pyramid.attention.backend_cpu import PyramidCpuImpl, PyramidCpuMetadata
+from vllm_pyramid.attention.backend_cpu import PyramidCpuImpl
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
+from vllm_pyramid.attention.cpu_metadata import PyramidCpuMetadata
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.attention.shifted_tables import ShiftedTables

@@ -364,6 +364,8 @@ def policies() -> list[Policy]:
     found = []
     for name in policy_names():
         policy = load_policy(name)
+        if policy.heads.splits:
+            continue  # refused there
         if getattr(policy.attend, "scorer", None) is not None:
             part = policy.attend
             if part.scorer.needs_queries:

@@ -42,6 +42,7 @@ KINDS = {
     "chunk": {"points"},
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
+    "heads": {"alike", "streaming"},
 }
 
 

@@ -57,8 +57,10 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         for row in record.bundles:
             holders.setdefault(id(row), set()).add(request_id)
         in_use.update({id(row): row for row in record.bundles})
-        for layer, manager in enumerate(coordinator.layer_managers):
-            table = manager.req_to_blocks.get(request_id, [])
+        for layer in range(coordinator.layer_blocks.num_layers):
+            number, lane = divmod(layer, coordinator.lanes)
+            manager = coordinator.layer_managers[number]
+            table = manager.req_to_blocks.get(request_id, [])[lane :: coordinator.lanes]
             assert manager.block_size == coordinator.layer_blocks.block_sizes[layer]
             assert len(table) == cdiv(
                 record.num_blocks, int(coordinator.layer_blocks.ratios[layer])

@@ -48,7 +48,7 @@ from vllm_pyramid.compat.side_channel import (
     read_origins,
 )
 from vllm_pyramid.kv_cache.bundle_file import write_file
-from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.planning import peak_blocks_up_to
@@ -67,6 +67,7 @@ def kv_cache_config(
     device_layers: int | None = None,
     beside: Sequence[Beside] = (),
     stages: tuple[int, ...] = (),
+    lanes: int = 1,
 ) -> KVCacheConfig:
     """One group a layer over one pool of `num_blocks` blocks, the null block included.
 
@@ -74,21 +75,25 @@ def kv_cache_config(
         device_layers: from this layer on the device holds K alone; None: in no layer.
         beside: layers that do not evict; the first group is the first of them, if there is any.
         stages: layers of each pipeline stage, with a pool of `num_blocks` each.
+        lanes: KV heads of a group, each with a table of its own; `num_layers` counts these, and
+            `block_size` is a lane's.
     """
     groups = []
-    for layer in range(num_layers):
+    for layer in range(num_layers // lanes):
         spec = LayerKVCacheSpec(
-            block_size=block_size,
-            num_kv_heads=1,
+            block_size=block_size // lanes,
+            num_kv_heads=lanes,
             head_size=8,
             dtype=torch.float32,
             layer_idx=layer,
-            num_layers=num_layers,
+            num_layers=num_layers // lanes,
             model_layer=layer,
             stages=stages,
         )
         if device_layers is not None and layer >= device_layers:
             spec = KeyOnlyKVCacheSpec.of(spec)
+        if lanes > 1:
+            spec = HeadKVCacheSpec.of(spec)
         groups.append(KVCacheGroupSpec([f"layer.{layer}"], spec))
     others = [
         KVCacheGroupSpec([f"beside.{index}"], layer.spec) for index, layer in enumerate(beside)
@@ -121,6 +126,7 @@ class Setup:
     turns: bool = False  # whether requests say to which conversations they belong
     drafts: int = 0  # of a request in a step, at most
     stages: tuple[int, ...] = ()  # layers of each pipeline stage
+    lanes: int = 1  # KV heads with tables of their own, which count as layers
     host_slots: int = 0  # of the host cache
     host_folder: bool = False  # whether it survives a restart
     further: tuple[tuple[str, Any], ...] = ()  # settings of the engine
@@ -128,7 +134,8 @@ class Setup:
     @property
     def own_groups(self) -> range:
         """KV cache groups of the layers that evict."""
-        return range(bool(self.beside), bool(self.beside) + self.num_layers)
+        first = int(bool(self.beside))
+        return range(first, first + self.num_layers // self.lanes)
 
     @property
     def speculative_config(self) -> dict[str, Any] | None:
@@ -241,6 +248,7 @@ def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidA
             setup.device_layers,
             setup.beside,
             setup.stages,
+            setup.lanes,
         ),
         structured_output_manager=_structured_output_manager(setup),
         block_size=lcm(setup.largest_block, *(layer.block_size for layer in setup.beside)),
@@ -532,6 +540,12 @@ class PlainWorker:
             else:
                 assert row.computed == row.believed
             totals[request_id] = row.prompt_len + cached.num_output_tokens[index]
+        for row in self.rows.values() if self.setup.lanes > 1 else ():
+            row.tables = [
+                row.groups[group][lane :: self.setup.lanes]
+                for group in self.setup.own_groups
+                for lane in range(self.setup.lanes)
+            ]
         for request_id, origin in read_origins(output).items():
             self.rows[request_id].origin = origin
             self.num_resumed += 1

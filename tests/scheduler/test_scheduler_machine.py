@@ -40,6 +40,7 @@ from tests.scheduler.harness import (
     make_scheduler,
 )
 from tests.scheduler.harness import Row as WorkerRow
+from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.methods.host_values import HostValues
@@ -519,15 +520,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if group not in own:
                     self.check_beside(blocks, row.groups[group])
                     continue
-                layer = group - own.start
-                skip = 0 if row.skip is None else int(row.skip[layer])
-                block_size = self.setup.block_sizes[layer]
-                first = skip // block_size
-                live = [block.block_id for block in blocks[first:]]
-                assert row.tables[layer][first:] == live and 0 not in live
-                assert len(blocks) == len(row.tables[layer])
-                used = cdiv(request.num_computed_tokens, block_size)
-                assert used <= len(blocks) <= used + cdiv(self.drafts_in_flight, block_size)
+                for lane in range(self.setup.lanes):
+                    layer = (group - own.start) * self.setup.lanes + lane
+                    self.check_table(request, row, layer, blocks[lane :: self.setup.lanes])
+
+    def check_table(
+        self, request: Request, row: WorkerRow, layer: int, blocks: Sequence[Any]
+    ) -> None:
+        skip = 0 if row.skip is None else int(row.skip[layer])
+        block_size = self.setup.block_sizes[layer]
+        first = skip // block_size
+        live = [block.block_id for block in blocks[first:]]
+        assert row.tables[layer][first:] == live and 0 not in live
+        assert len(blocks) == len(row.tables[layer])
+        used = cdiv(request.num_computed_tokens, block_size)
+        assert used <= len(blocks) <= used + cdiv(self.drafts_in_flight, block_size)
 
     def check_beside(self, blocks: list[Any], table: list[int]) -> None:
         """What a layer that does not evict still holds is where the worker thinks it is."""
@@ -560,6 +567,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             ), "given back without the worker's word"
         stats = self.scheduler.policy_stats()
         assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
+        assert len(stats["blocks_held"]) == len(self.coordinator.layers)
+        assert sum(stats["blocks_held"]) == self.coordinator.counters.held_blocks.sum()
 
     @invariant()
     def every_layer_holds_its_share(self) -> None:
@@ -1070,6 +1079,22 @@ VARIANTS |= {
         **LONG,
         **SMALL,
     ),
+}
+
+# KV heads with lengths and tables of their own.
+LANES: dict[str, Any] = {
+    "policy": "duoattention",
+    "budget": "100%",
+    "policy_args": (("heads", HEAD_LENGTHS),),
+    "num_layers": 6,
+}
+VARIANTS |= {
+    "sync-heads": Setup(lanes=2, **LANES),
+    "async-heads": Setup(lanes=3, block_size=6, asynchronous=True, **LANES, **SMALL),
+    "async-heads-priorities": Setup(
+        lanes=2, asynchronous=True, priorities=True, reserve_full_prompt=False, **LANES
+    ),
+    "sync-forecast-heads": Setup(lanes=2, admission="forecast", **LANES, **SMALL),
 }
 
 # Conversations beside windows, and beside a draft model.

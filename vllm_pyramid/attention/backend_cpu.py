@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
     AttentionType,
-    CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from vllm_pyramid.attention.cpu_metadata import (
+    PyramidCpuMetadata,
+    PyramidCpuMetadataBuilder,
+    lane_slots,
+)
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext, own_inputs
 from vllm_pyramid.compat.backend_names import CPU_BLOCK_SIZE, FP8_CACHES
 from vllm_pyramid.compat.cache_specs import scales_of
@@ -95,91 +95,16 @@ class PyramidCpuBackend(AttentionBackend):
         return True
 
 
-@dataclass
-class PyramidCpuMetadata(AttentionMetadata):
-    """One layer's view of a step.
-
-    Attributes:
-        block_table: `[R, M]` int32. query_start_loc: `[R + 1]` int32. seq_lens: `[R]` int32.
-        skips: `[R]` int32, tokens below which the layer's table is not valid.
-    """
-
-    num_tokens: int
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    skips: torch.Tensor
-
-
-class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
-    """Slices the step's skips by layer; they were computed once for all layers.
-
-    Attributes:
-        context: set by the model runner; None for layers that do not evict.
-    """
-
-    reads_shifted_tables = False
-    context: LayerContext | None = None
-
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._no_skips = torch.zeros(0, dtype=torch.int32)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> PyramidCpuMetadata:
-        """Return the metadata of this builder's layers for the current step."""
-        common = common_attn_metadata
-        if common.causal is not True:
-            raise ValueError("vllm-pyramid's CPU attention is causal; this model is not")
-        if common.mm_req_doc_ranges:
-            raise ValueError("vllm-pyramid's CPU attention is causal; these images are not")
-        num_reqs = common.num_reqs
-        if len(self._no_skips) < num_reqs:  # chunks of requests count as requests of their own
-            self._no_skips = torch.zeros(2 * num_reqs, dtype=torch.int32)
-        skips = self._no_skips[:num_reqs]
-        if self.context is not None:
-            step, layer = self.context.step, self.context.layer
-            if (layout := step.layout) is not None:
-                return PyramidCpuMetadata(
-                    num_tokens=int(layout.query_starts[layer, -1]),
-                    block_table=common.block_table_tensor,
-                    query_start_loc=torch.from_numpy(layout.query_starts[layer]),
-                    seq_lens=torch.from_numpy(layout.seq_lens[layer]),
-                    skips=torch.from_numpy(layout.skips[layer]),
-                )
-            skips = torch.from_numpy(step.skips[layer])
-            if skips.numel() != num_reqs:
-                raise RuntimeError(
-                    f"a step of {num_reqs} requests has skips of {skips.numel()}: vLLM's batch and "
-                    "the runtime's differ; report this"
-                )
-        return PyramidCpuMetadata(
-            num_tokens=common.num_actual_tokens,
-            block_table=common.block_table_tensor,
-            query_start_loc=common.query_start_loc[: num_reqs + 1],
-            seq_lens=common.seq_lens[:num_reqs],
-            skips=skips,
-        )
-
-
 class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     """Attention of one layer.
 
     Attributes:
         context: set by the model runner for layers that evict, and those that read their caches.
+        serves_lanes: whether KV heads may have block tables of their own.
     """
 
     context: LayerContext | ReaderContext | None = None
+    serves_lanes = True
 
     def __init__(
         self,
@@ -260,7 +185,11 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         """Write the step's keys and values, `[T, G, D]`, to their slots."""
         key_cache, value_cache = self._split(kv_cache)
         context = self.context
-        if context is not None:
+        if context is not None and context.lanes is not None:
+            # vLLM's slots are those of one table for all heads.
+            key, value = (context.lanes.as_one_head(rows) for rows in (key, value))
+            slot_mapping = lane_slots(layer)
+        elif context is not None:
             slot_mapping = context.slots(slot_mapping)
         key_scale, value_scale = self._scales(layer)
         self.ops.reshape_and_cache(
@@ -342,6 +271,9 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return output
 
     def _attend(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        ops = self.ops
+        ops, context = self.ops, self.context
+        if context is not None and context.lanes is not None:
+            context.lanes.attend(ops, inputs.batch, inputs.softmax, out)
+            return
         attend = ops.shared_attention if self._shares_prefixes else ops.paged_attention
         attend(out, inputs.batch, inputs.softmax, log_sum_exp=inputs.log_sum_exp)

@@ -10,6 +10,7 @@ import torch
 
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.evict import evict_layer
+from vllm_pyramid.attention.head_lanes import HeadLanes
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
@@ -26,7 +27,8 @@ class StepSource(Protocol):
     """Where the layers of a worker find the policy and the current step.
 
     Attributes:
-        policy: the served policy. step: the step that runs now. num_layers: L.
+        policy: the served policy. step: the step that runs now.
+        num_layers: L; KV heads with block tables of their own count as layers.
     """
 
     policy: Policy
@@ -50,6 +52,7 @@ class LayerContext:
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: V is in the pages.
         output: the factors of its output projection; None where no scorer needs them.
         has_readers: whether layers above attend to this one's cache; it evicts after the last.
+        lanes: the KV heads of all layers, where they have block tables of their own.
     """
 
     tracker: StepSource
@@ -63,6 +66,7 @@ class LayerContext:
     values: torch.Tensor | None = None
     output: torch.Tensor | None = None
     has_readers: bool = False
+    lanes: HeadLanes | None = None
     _attended: AttentionInputs | None = None
 
     @property
@@ -117,9 +121,13 @@ class LayerContext:
                 self._blame("after_attention", hooks, error)
         if self.step.evictions is None:
             return
-        if self.layer == self.tracker.num_layers - 1:
+        lanes = 1 if self.lanes is None else self.lanes.count
+        if (self.layer + 1) * lanes == self.tracker.num_layers:
             check_attention(self.step, self.layer, out)
-        if self.has_readers:
+        if self.lanes is not None:
+            for lane in self.lanes.split(inputs):
+                self.evict(lane, self.step.evictions)
+        elif self.has_readers:
             # The layers in between may use the memory of these queries again.
             batch = replace(inputs.batch, query=inputs.query.clone())
             self._attended = replace(inputs, batch=batch)

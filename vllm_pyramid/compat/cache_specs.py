@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Access specs and managers of the KV cache.
 
-Target: `KVCacheSpecRegistry._ensure_registered`,
-`SingleTypeKVCacheManager._remove_blocks_in_range`, `Attention._k_scale_float` and
-`._v_scale_float`, `TritonAttentionImpl._ensure_scale_caches`, `._k_scale_cache` and
-`._is_per_token_head_quant`, `unify_kv_cache_spec_page_size` (in vLLM 0.32 in `kv_cache_utils`, in
-0.33 in `kv_cache_planning`). Why: vLLM registers its own specs only if the registry is still empty,
-so they must be registered first; a request's first blocks are given back like those of a sliding
-window; the layer object holds an attention's scales; vLLM sets the scales of tokens to 1 in a
-layer's first step, after lower layers have written theirs to the memory that they share; vLLM
-unifies page sizes in the engine core, after the worker has used its specs. Remove when they are
-public.
+Target: `KVCacheSpecRegistry._ensure_registered`, `SingleTypeKVCacheManager._remove_blocks_in_range`
+and `._null_block`, `Attention._k_scale_float` and `._v_scale_float`,
+`TritonAttentionImpl._ensure_scale_caches`, `._k_scale_cache` and `._is_per_token_head_quant`,
+`unify_kv_cache_spec_page_size` (in vLLM 0.32 in `kv_cache_utils`, in 0.33 in `kv_cache_planning`).
+Why: vLLM registers its own specs only if the registry is still empty, so they must be registered
+first; a request's first blocks are given back like those of a sliding window; the layer object
+holds an attention's scales; vLLM sets the scales of tokens to 1 in a layer's first step, after
+lower layers have written theirs to the memory that they share; vLLM unifies page sizes in the
+engine core, after the worker has used its specs. Remove when they are public.
 """
 
 from __future__ import annotations
@@ -32,6 +31,23 @@ def register_stock_specs() -> None:
 def return_head(manager: SingleTypeKVCacheManager, request_id: str, num_blocks: int) -> None:
     """Return the first blocks of a request to the pool; null blocks take their places."""
     manager._remove_blocks_in_range(request_id, 0, num_blocks)
+
+
+def return_blocks(manager: SingleTypeKVCacheManager, request_id: str, entries: range) -> int:
+    """Return the blocks in some entries of a request's table to the pool, the deepest first.
+
+    Null blocks take their places, as in `return_head`, whose function takes neighbours alone.
+
+    Returns:
+        How many there were.
+    """
+    table = manager.req_to_blocks.get(request_id, [])
+    entries = entries[: len(range(entries.start, len(table), entries.step))]
+    freed = [table[entry] for entry in reversed(entries) if not table[entry].is_null]
+    for entry in entries:
+        table[entry] = manager._null_block
+    manager.block_pool.free_blocks(freed)
+    return len(freed)
 
 
 def scales_of(layer: Any) -> tuple[float, float]:

@@ -197,10 +197,11 @@ class KVSettings:
                 f"--kv-page-prompts shows what is kept of prompts, and {self.kv_policy!r} keeps "
                 "every token: leave it out"
             )
-        if self.kv_min_tokens and not self._loaded_policy.evicts:
+        if self.kv_min_tokens and not self._loaded_policy.has_budget:
+            own = "gives each KV head a length of its own"
             raise ValueError(
-                f"kv_min_tokens is for policies that evict, and {self.kv_policy!r} keeps every "
-                "token: leave it out"
+                f"kv_min_tokens is for policies that evict by a budget, and {self.kv_policy!r} "
+                f"{own if self._loaded_policy.evicts else 'keeps every token'}: leave it out"
             )
 
     def _check_folder(self) -> None:
@@ -266,7 +267,7 @@ class KVSettings:
         floor = self.kv_min_tokens
         if floor is None and policy.min_tokens is None:
             floor = DEFAULT_MIN_TOKENS
-        if floor is None or not policy.evicts:
+        if floor is None or not policy.has_budget:
             return policy
         return policy.model_copy(update={"min_tokens": floor})
 

@@ -51,6 +51,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     """KV cache coordinator for groups of one layer each that grow together.
 
     "Layers" are the layers that evict, from the bottom; `stock_groups` has the model's others.
+    Where their KV heads have tables of their own, plans and counters are for each head (a lane).
 
     A request with a plan gives head blocks back when its whole prompt has been processed, and at
     later evictions if the plan has any, each time after the worker's confirmation. Until then, and
@@ -59,6 +60,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     Attributes:
         layers: the model's own numbers of the layers. layer_specs: their specs.
+        lanes: block tables of KV heads that each layer has; 1 where all heads have one.
         layer_managers: the layers' managers.
         layer_blocks: how many blocks the layers need.
         stock_groups: the layers that do not evict.
@@ -81,9 +83,10 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         found = self._own = LayerGroups.of(self.single_type_managers)
         specs = self.layer_specs = found.specs
         self.layer_managers, self._groups, self.layers = found.managers, found.groups, found.layers
+        self.lanes = found.lanes
         self.stock_groups = StockGroups(found.others, self.block_pool)
         self.layer_blocks = LayerBlocks(
-            [spec.block_size for spec in specs],
+            [spec.block_size for spec in specs for _ in range(spec.lanes)],
             stages,
             specs[0].full_block_size,
             self.stock_groups.block_sizes(kwargs["max_model_len"]),
@@ -92,7 +95,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         # With stock groups and without prefix caching, vLLM may choose any size of a hash.
         self._hashes_fit = not found.others or self.layer_blocks.largest % hash_block_size == 0
         self._hash_tokens = hash_block_size if self._hashes_fit else self.layer_blocks.largest
-        self.counters = CacheCounters(len(specs))
+        self.counters = CacheCounters(self.layer_blocks.num_layers)
         self.plans = RequestPlans(self.counters)
         self._records = self.plans.records
         self.block_copies = BlockCopies(stages)
@@ -226,6 +229,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.counters.held_blocks += missing
         if not record.tables:
             record.tables = self._own.tables_of(request_id)
+        if self.lanes > 1:  # a layer's heads share its table, and any new block is as good
+            ends = ends[self.lanes - 1 :: self.lanes]
         new_blocks = extend_tables(record.tables, pool_blocks, ends, units=need - have)
         for layer, manager in self._own.recording:
             manager.new_block_ids.extend(block.block_id for block in new_blocks[layer])
@@ -355,5 +360,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return self.block_pool.free_by_stage() + held + self.stock_groups.held_blocks
 
     def blocks_held(self, request_id: str) -> list[int]:
-        """Count the blocks that the request holds, per layer, in its block tables."""
-        return [manager.num_held(request_id) for manager in self.layer_managers]
+        """Count the blocks that the request holds, per layer or lane, in its block tables."""
+        return [
+            manager.num_held(request_id, lane, self.lanes)
+            for manager in self.layer_managers
+            for lane in range(self.lanes)
+        ]

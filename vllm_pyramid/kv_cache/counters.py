@@ -16,7 +16,8 @@ class CacheCounters:
     """Counters over all requests; arrays are `[layers]` int64.
 
     Attributes:
-        num_layers: number of evicting layers.
+        num_layers: number of evicting layers; of all their KV heads (lanes), where these have block
+            tables of their own.
         held_blocks: blocks of the pool that requests hold now.
         skipped_tokens: tokens given back by requests that still hold blocks.
         blocks_freed: blocks given back by evictions since the start; a shared block counts for
@@ -41,3 +42,14 @@ class CacheCounters:
         self.skipped_tokens = np.zeros(self.num_layers, np.int64)
         self.blocks_freed = np.zeros(self.num_layers, np.int64)
         self.tokens_evicted = np.zeros(self.num_layers, np.int64)
+
+
+def sums_of_layers(numbers: Numbers, lanes: int) -> list[int]:
+    """Return the sum of each layer's lanes, `[layers]`, of `[layers * lanes]` numbers."""
+    sums: list[int] = numbers.reshape(-1, lanes).sum(axis=1).tolist()
+    return sums
+
+
+def means_of_layers(numbers: Numbers, lanes: int) -> list[int]:
+    """Return the mean of each layer's lanes, rounded down; see `sums_of_layers`."""
+    return [total // lanes for total in sums_of_layers(numbers, lanes)]

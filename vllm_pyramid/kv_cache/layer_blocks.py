@@ -26,6 +26,8 @@ Numbers = npt.NDArray[np.int64]
 class LayerBlocks:
     """Block counts of the evicting layers.
 
+    Where KV heads have block tables of their own, "layers" are the heads of all layers: lanes.
+
     Args:
         block_sizes: `[layers]` tokens of a block.
         stock_block_sizes: tokens of a block in each group of vLLM's own, which grow in lockstep,

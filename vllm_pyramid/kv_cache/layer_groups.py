@@ -54,6 +54,11 @@ class LayerGroups(NamedTuple):
         return cls(sorted_managers, specs, groups, recording, others)
 
     @property
+    def lanes(self) -> int:
+        """Return how many block tables of KV heads each layer has, the same in all; 1: none."""
+        return self.specs[0].lanes
+
+    @property
     def layers(self) -> list[int]:
         """Return the model's own numbers of the layers."""
         return [spec.model_layer for spec in self.specs]
@@ -63,11 +68,20 @@ class LayerGroups(NamedTuple):
         return [manager.req_to_blocks[request_id] for manager in self.managers]
 
     def release_heads(self, request_id: str, heads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Give back the first `heads` blocks of a request's tables, `[layers]`.
+        """Give back the first `heads` blocks of a request's tables, `[layers * lanes]`.
 
         Returns:
-            How many blocks went back to the pool, `[layers]`.
+            How many blocks went back to the pool, `[layers * lanes]`.
         """
+        if (lanes := self.lanes) > 1:
+            by_layer = heads.reshape(-1, lanes).tolist()
+            return np.array(
+                [
+                    manager.release_lanes(request_id, of_layer)
+                    for manager, of_layer in zip(self.managers, by_layer, strict=True)
+                ],
+                np.int64,
+            ).ravel()
         released = [
             manager.release_head(request_id, head)
             for manager, head in zip(self.managers, heads.tolist(), strict=True)

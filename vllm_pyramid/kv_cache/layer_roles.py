@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pyramid.compat.cache_specs import with_one_page_size
-from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.policy.policy import Policy
 
 _SERVE_WITHOUT = "serve this model with --kv-policy none"
@@ -76,7 +76,8 @@ def roles_of(
 ) -> LayerRoles:
     """Give every layer its role.
 
-    Layers whose V the policy keeps in host memory get a spec of K alone.
+    Layers whose V the policy keeps in host memory get a spec of K alone, and those whose KV heads
+    have lengths of their own one with a table for each head.
 
     Args:
         stock: vLLM's specs. readers: layers that read the KV of another, and that one.
@@ -147,15 +148,19 @@ def roles_of(
             f"so they could not evict from the bottom up: {_SERVE_WITHOUT}"
         )
     return LayerRoles(
-        {
-            name: spec
-            if policy.values.on_device(spec.layer_idx)
-            else KeyOnlyKVCacheSpec.of(_with_values_alike(name, spec))
-            for name, spec in evicting.items()
-        },
+        {name: _spec_for(policy, name, spec) for name, spec in evicting.items()},
         {name: spec for name, spec in unified.items() if name not in evicting},
         of_layers,
     )
+
+
+def _spec_for(policy: Policy, name: str, spec: LayerKVCacheSpec) -> LayerKVCacheSpec:
+    """Return the spec of a layer that evicts, as the policy lays its cache out."""
+    if policy.heads.splits:
+        return HeadKVCacheSpec.of(spec)
+    if policy.values.on_device(spec.layer_idx):
+        return spec
+    return KeyOnlyKVCacheSpec.of(_with_values_alike(name, spec))
 
 
 def _number(name: str) -> int:

@@ -34,6 +34,9 @@ class _LayerSpec(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def lanes(self) -> int: ...
+
+    @property
     def stages(self) -> tuple[int, ...]: ...
 
 
@@ -49,8 +52,11 @@ class PipelineLayout:
 
     @classmethod
     def of(cls, spec: _LayerSpec) -> PipelineLayout:
-        """Return the layout that a layer's spec describes; one stage if it names none."""
-        ends: list[int] = np.cumsum(spec.stages or (spec.num_layers,)).tolist()
+        """Return the layout that a layer's spec describes; one stage if it names none.
+
+        KV heads with tables of their own count as layers.
+        """
+        ends: list[int] = np.cumsum(spec.stages or (spec.num_layers * spec.lanes,)).tolist()
         return cls(tuple(ends))
 
     def __len__(self) -> int:

@@ -29,12 +29,14 @@ class LayerKVCacheSpec(FullAttentionSpec):
         layer_idx: from the bottom, among the layers that evict. num_layers: that evict.
         model_layer: the model's own number of it.
         stages: layers that evict in each pipeline stage; empty: there is one stage.
+        lanes: KV heads with a block table of their own (`HeadKVCacheSpec`); 1: all share one.
     """
 
     layer_idx: int
     num_layers: int
     model_layer: int
     stages: tuple[int, ...] = ()
+    lanes: int = 1
 
     @property
     def full_block_size(self) -> int:
@@ -103,6 +105,36 @@ class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
         return self.block_size // 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadKVCacheSpec(LayerKVCacheSpec):
+    """A layer each of whose G KV heads has a block table of its own, all in the table of its group.
+
+        tokens                    0 .. G N - 1            G N .. 2 G N - 1
+        entries of the table      head 0 .. head G - 1    head 0 .. head G - 1
+
+    Head g of position p stands in entry `(p // block_size) * G + g`. A block has the bytes of one
+    of all heads, and G times its tokens, of one head. `lanes` is G.
+    """
+
+    @classmethod
+    def of(cls, spec: LayerKVCacheSpec) -> Self:
+        """Return the spec of the same layer with a table for each KV head."""
+        values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
+        heads = spec.num_kv_heads
+        own = {"block_size": heads * spec.block_size, "num_kv_heads": 1, "lanes": heads}
+        made = cls(**values | own)
+        assert made.page_size_bytes == spec.page_size_bytes, (made, spec)
+        return made
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Return what the longest prompt takes of all heads: nothing goes before its end."""
+        return self.lanes * super().max_memory_usage_bytes(vllm_config)
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        """Return the entries of a request's table, those of all heads."""
+        return self.lanes * super().max_num_blocks_per_req(vllm_config, max_len)
+
+
 def register_spec() -> None:
     """Make the specs known in this process. Idempotent.
 
@@ -110,7 +142,7 @@ def register_spec() -> None:
     this module is imported: a worker imports it to make specs, the engine core by unpickling them.
     """
     register_stock_specs()
-    for spec in (LayerKVCacheSpec, KeyOnlyKVCacheSpec):
+    for spec in (LayerKVCacheSpec, KeyOnlyKVCacheSpec, HeadKVCacheSpec):
         KVCacheSpecRegistry.register(
             spec, manager_class=LayerKVCacheManager, uniform_type_base_spec=LayerKVCacheSpec
         )

@@ -86,6 +86,7 @@ class EvictionPoints(Chunk):
                 "schedule": "prompt_end",
                 "chunk": EvictionPoints(),
                 "attend": "all",
+                "heads": "alike",
             }
         )
 

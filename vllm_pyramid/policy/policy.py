@@ -31,6 +31,7 @@ from vllm_pyramid.policy.allocator import Allocator
 from vllm_pyramid.policy.attend import Attend, DenseAttention
 from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
 from vllm_pyramid.policy.component import Component
+from vllm_pyramid.policy.heads import AlikeHeads, Heads
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.planning import plan_prompt
 from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule
@@ -49,7 +50,8 @@ DEFAULT_MIN_TOKENS = 256
 MIN_TURN = 32
 # Base classes of the sections of a preset.
 SECTIONS: dict[str, type[Component]] = {
-    base.section: base for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk, Attend)
+    base.section: base
+    for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk, Attend, Heads)
 }
 
 
@@ -73,7 +75,7 @@ class Policy(BaseModel):
             None: the server's. It does not apply to a budget in tokens.
         fill_blocks: whether the next best tokens fill the last block of a layer (same memory);
             otherwise exactly the paper's number is kept.
-        scorer, allocator, selector, schedule, values, chunk, attend: the parts, see
+        scorer, allocator, selector, schedule, values, chunk, attend, heads: the parts, see
             `vllm_pyramid.methods`.
     """
 
@@ -108,6 +110,7 @@ class Policy(BaseModel):
     attend: Annotated[SerializeAsAny[Attend], _parsed_by(Attend)] = Field(
         default_factory=DenseAttention
     )
+    heads: Annotated[SerializeAsAny[Heads], _parsed_by(Heads)] = Field(default_factory=AlikeHeads)
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
@@ -136,6 +139,7 @@ class Policy(BaseModel):
             self.values,
             self.chunk,
             self.attend,
+            self.heads,
         )
 
     @cached_property
@@ -172,6 +176,11 @@ class Policy(BaseModel):
     def evicts(self) -> bool:
         """Whether the policy ever drops a token."""
         return self.scorer.evicts
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the policy drops tokens, and a budget says how many stay."""
+        return self.evicts and not self.heads.splits
 
     @property
     def min_last_chunk(self) -> int:

@@ -82,7 +82,7 @@ class ServedRequest(NamedTuple):
     def share_floor(self) -> int | None:
         """The floor of a percentage budget; None for other budgets, or without a floor."""
         budget = (self.budget or self.policy.budget).with_floor(self.policy.min_tokens)
-        is_share = budget.percent is not None and self.policy.evicts
+        is_share = budget.percent is not None and self.policy.has_budget
         return (budget.min_tokens or None) if is_share else None
 
 
@@ -118,10 +118,10 @@ def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> Serve
     if budget is not None:
         chosen.check_budget(budget)
     if keys.min_tokens is not None:
-        if keys.min_tokens and not chosen.evicts:
+        if keys.min_tokens and not chosen.has_budget:
+            why = "gives each KV head a length of its own" if chosen.evicts else "keeps every token"
             raise ValueError(
-                f"kv_min_tokens has no effect on policy {chosen.name!r}, which keeps every token: "
-                "leave it out"
+                f"kv_min_tokens has no effect on policy {chosen.name!r}, which {why}: leave it out"
             )
         tokens = (budget or chosen.budget).tokens
         if keys.min_tokens and tokens is not None:

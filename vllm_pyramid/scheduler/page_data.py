@@ -10,6 +10,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.counters import means_of_layers, sums_of_layers
 
 # Of running requests; a page with more cannot be read, and the answer would grow.
 MOST_REQUESTS = 256
@@ -52,7 +53,8 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
 
     Returns:
         computed: tokens computed. prompt: tokens of the prompt. generated: of the answer.
-        freed: tokens at the front of each layer that evictions have given back.
+        freed: tokens at the front of each layer that evictions have given back; the mean of its
+            KV heads, where these have lengths of their own.
         blocks: blocks of the pool in each layer's table, shared ones included.
         shared: leading tokens in blocks that other requests may hold, too.
         host: first and last token, exclusive, that came from the host cache.
@@ -86,8 +88,8 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
         "generated": request.num_output_tokens,
-        "freed": freed.tolist(),
-        "blocks": blocks.tolist(),
+        "freed": means_of_layers(freed, coordinator.lanes),
+        "blocks": sums_of_layers(blocks, coordinator.lanes),
         "shared": shared,
         "host": list(host),
         "read": read,

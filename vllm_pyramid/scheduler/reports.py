@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.counters import means_of_layers, sums_of_layers
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import flat
@@ -52,7 +53,7 @@ class Reports(SchedulerPoints):
     @cached_property
     def _layers(self) -> dict[str, Any]:
         """Return which of the model's layers evict, unless all do."""
-        of_model = list(range(self.coordinator.layer_blocks.num_layers))
+        of_model = list(range(len(self.coordinator.layers)))
         if self.coordinator.layers == of_model and self.coordinator.stock_groups.are_drafts:
             return {}
         return {"layers": self.coordinator.layers}
@@ -104,13 +105,14 @@ class Reports(SchedulerPoints):
         full, kept = layer_blocks.full(length), layer_blocks.kept(plan.end)
         whole = np.full_like(kept, full // num_layers)
         logger.info(
-            "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d layers; the pool of "
+            "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d %s; the pool of "
             "%d blocks%s holds %.1f such prompts whole and %.1f %s",
             self.kv_policy.name,
             length,
             kept.sum(),
             full,
             num_layers,
+            "layers" if coordinator.lanes == 1 else "KV heads of all layers",
             total,
             f" of each of {len(stages)} pipeline stages" if len(stages) > 1 else "",
             total / (stages.sums(whole).max() + stock_blocks),
@@ -166,6 +168,7 @@ class Reports(SchedulerPoints):
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
             **self._layers,
+            **({"kv_heads": self.coordinator.lanes} if self.coordinator.lanes > 1 else {}),
             "kept_tokens": [plan.prompt_len] * layer_blocks.num_layers,
             "evicted_tokens": 0,
             "blocks_before": layer_blocks.full(plan.prompt_len),
@@ -232,10 +235,14 @@ class Reports(SchedulerPoints):
     def policy_stats(self) -> dict[str, Any]:
         """Return counters since the start and what is held now, per layer.
 
+        Where KV heads have tables of their own, blocks are summed over a layer's heads, and tokens
+        are their mean.
+
         `frontend/metrics.py` has their names.
         """
         computed = sum(request.num_computed_tokens for request in self.running)
         counters, stock_groups = self.coordinator.counters, self.coordinator.stock_groups
+        lanes = self.coordinator.lanes
         totals: dict[str, Any] = {}
         for hooks in self.hooks:
             with self.failed.dropping(f"the counters of {hooks.name!r}"):
@@ -245,10 +252,10 @@ class Reports(SchedulerPoints):
             **self.failed.totals(),
             **self._constants,
             "evictions": counters.num_evictions,
-            "tokens_evicted": counters.tokens_evicted.tolist(),
-            "blocks_freed": counters.blocks_freed.tolist(),
-            "blocks_held": counters.held_blocks.tolist(),
-            "tokens_held": (computed - counters.skipped_tokens).tolist(),
+            "tokens_evicted": means_of_layers(counters.tokens_evicted, lanes),
+            "blocks_freed": sums_of_layers(counters.blocks_freed, lanes),
+            "blocks_held": sums_of_layers(counters.held_blocks, lanes),
+            "tokens_held": means_of_layers(computed - counters.skipped_tokens, lanes),
             **({"companion_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
             **self._host_stats(),
         }

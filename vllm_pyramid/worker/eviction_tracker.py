@@ -42,7 +42,8 @@ class EvictionTracker:
     """The requests that a model runner knows, and the current step.
 
     Args:
-        policy: the engine's policy. num_layers: L. block_size: tokens of the largest cache block.
+        policy: the engine's policy. block_size: tokens of the largest cache block.
+        num_layers: L; KV heads with block tables of their own count as layers.
         max_num_reqs: rows of the runner's batch. turn_mode: see `ServedSettings`.
 
     Attributes:

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_pyramid.attention.deferred import DeferredEviction
+from vllm_pyramid.attention.head_lanes import HeadLanes
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
 from vllm_pyramid.compat.output_projection import output_weights
 from vllm_pyramid.compat.runner import attention_layer, rotary_of_layer
@@ -59,6 +60,9 @@ class LayerBinding:
         """
         tracker = self._tracker
         deferred = DeferredEviction.of(tracker.policy, tracker.hooks, len(self._layers.evicting))
+        lanes = None
+        if tracker.policy.heads.splits:
+            lanes = HeadLanes(self._layers.lanes, self._layers.block_size)
         self.contexts = {
             name: LayerContext(
                 tracker,
@@ -68,6 +72,7 @@ class LayerBinding:
                 rotary_for_scorers(tracker.policy, self._get_model(), name),
                 trace,
                 deferred=deferred,
+                lanes=lanes,
                 output=self._output_for_scorers(name),
             )
             for name, spec in self._layers.evicting.items()
@@ -179,10 +184,30 @@ def check_attention(name: str, group: Any, impl: Any, tracker: EvictionTracker) 
             "which tables of a KV policy do not follow: set --block-size "
             f"{group.kernel_block_size}"
         )
+    if tracker.policy.heads.splits:
+        check_lanes(name, impl)
     if tracker.policy.evicts and getattr(impl, "alibi_slopes", None) is not None:
         raise ValueError(
             f"layer {name} weights keys by their distance (ALiBi), and an evicted cache loses "
             "the distances: serve this model with --kv-policy none or full"
+        )
+
+
+def check_lanes(name: str, impl: Any) -> None:
+    """Raise unless the attention of a layer serves block tables of single KV heads.
+
+    Raises:
+        ValueError: it does not, or has learned sinks, which all heads of a layer share.
+    """
+    if not getattr(impl, "serves_lanes", False):
+        raise ValueError(
+            f"layer {name} has the attention {type(impl).__qualname__}, which has no block tables "
+            "of single KV heads: choose a policy without `heads`"
+        )
+    if impl.softmax.sinks is not None:
+        raise ValueError(
+            f"layer {name} has learned sinks, with which lengths of single KV heads (heads) do not "
+            "work yet: choose a policy without `heads`"
         )
 
 

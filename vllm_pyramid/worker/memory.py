@@ -53,7 +53,9 @@ class WorkerMemory:
         scheduler = self._config.scheduler_config
         longest, rows = self._config.model_config.max_model_len, scheduler.max_num_seqs
         specs = self._layers.specs
-        entries = sum(-(-longest // spec.block_size) for spec in specs.values())
+        entries = sum(
+            getattr(spec, "lanes", 1) * -(-longest // spec.block_size) for spec in specs.values()
+        )
         tables = 4 * rows * self._tensors_per_group * entries
         lengths_and_skips = 4 * rows * 2 * len(self._layers.evicting)
         slots = 8 * len(specs) * scheduler.max_num_batched_tokens

@@ -75,7 +75,7 @@ class WorkerRuntime:
         self.layers = WorkerLayers.collect(config, get_model(), policy, stock_specs, pipeline)
         self.tracker = tracker = EvictionTracker(
             policy,
-            num_layers=self.layers.num_layers,
+            num_layers=self.layers.num_lanes,
             block_size=self.layers.block_size,
             max_num_reqs=config.scheduler_config.max_num_seqs + 1,
             turn_mode=settings.turn_mode,

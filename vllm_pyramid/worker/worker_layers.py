@@ -66,9 +66,9 @@ class WorkerLayers:
             [layers.keys() for layers, _ in stages] if pipeline.count > 1 else (),
             drafts,
         )
-        policy.check_layers(len(roles.evicting))
         if roles.stock_groups.keys() - drafts or roles.readers:
             policy.check_hybrid()
+        policy.check_layers(sum(spec.lanes for spec in roles.evicting.values()))
         worker_roles = roles.of_stage(stock)
         layers = [spec.layer_idx for spec in worker_roles.evicting.values()]
         return cls(
@@ -82,6 +82,16 @@ class WorkerLayers:
     def num_layers(self) -> int:
         """The number of layers that evict, of all stages."""
         return len(self.model_layers)
+
+    @property
+    def lanes(self) -> int:
+        """The block tables of KV heads that each layer has; 1 where all heads have one."""
+        return next(iter(self.evicting.values())).lanes
+
+    @property
+    def num_lanes(self) -> int:
+        """The numbers that a plan has: one for each layer that evicts, or for each KV head."""
+        return self.num_layers * self.lanes
 
     @property
     def evicting(self) -> dict[str, LayerKVCacheSpec]:

@@ -40,8 +40,9 @@ class PolicyMemory:
 
     @cached_property
     def _block_sizes(self) -> npt.NDArray[np.int32]:
-        """`[layers]` tokens of a block."""
-        return self.policy.block_sizes(self.shape.layers, BLOCK_SIZE)
+        """`[layers]` tokens of a block; of all KV heads, where these have tables of their own."""
+        lanes = self.policy.heads.lanes(self.shape.kv_heads)
+        return self.policy.block_sizes(self.shape.layers * lanes, BLOCK_SIZE * lanes)
 
     def most_blocks(self, prompt_len: int, output_len: int) -> int:
         """Return the blocks that the pool must have for such a request, summed over the layers.
@@ -73,8 +74,8 @@ class PolicyMemory:
         Raises:
             ValueError: it does not, or cannot.
         """
-        policy, layers = self.policy, self.shape.layers
-        if not policy.allocator.thins_prompts:
+        policy, layers = self.policy, len(self._block_sizes)
+        if not (policy.allocator.thins_prompts or policy.heads.splits):
             if policy.budget.tokens_for(prompt_len, 1) >= prompt_len:
                 raise ValueError(
                     f"--budget: {label} keeps all of a prompt of {prompt_len} tokens: give a "
@@ -98,4 +99,4 @@ class PolicyMemory:
     def _plan(self, prompt_len: int) -> RetentionPlan:
         """Return what is kept of a prompt; lengths that only scores decide are the budget's."""
         largest = int(self._block_sizes.max())
-        return self.policy.plan(prompt_len, self.shape.layers, largest).estimate()
+        return self.policy.plan(prompt_len, len(self._block_sizes), largest).estimate()

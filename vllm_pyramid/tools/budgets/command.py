@@ -14,6 +14,8 @@ from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from vllm_pyramid.policy import Policy, RetentionPlan
     from vllm_pyramid.tools.budgets.other_layers import BlockSize
 
@@ -87,14 +89,16 @@ def _run(args: argparse.Namespace) -> int:
         shape = with_drafts(shape, args.model, args.speculative_config)
     blocks = choose_blocks(args.model, shape, args.block_size)
     block_size = shape.tokens_of_block(blocks.tokens)
-    largest_block = int(policy.block_sizes(shape.num_layers, block_size).max())
-    plan = policy.plan(args.prompt_len, shape.num_layers, largest_block)
+    lanes = policy.heads.lanes(shape.num_kv_heads)
+    policy.heads.check_shape(shape.num_layers, shape.num_kv_heads)
+    sizes = policy.block_sizes(shape.num_layers * lanes, block_size * lanes)
+    plan = policy.plan(args.prompt_len, shape.num_layers * lanes, int(sizes.max()))
     if plan.is_deferred:
         from vllm_pyramid.tools.budgets.open_lengths import show_open_budgets
 
         show_open_budgets(policy, plan, source, shape, blocks, as_json=args.json)
         return 0
-    report = _budget_report(policy, plan, shape, blocks, source)
+    report = _budget_report(policy, plan, shape, blocks, source, sizes)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -124,16 +128,28 @@ def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
 
 
 def _budget_report(
-    policy: Policy, plan: RetentionPlan, shape: CacheShape, blocks_of: BlockSize, source: str
+    policy: Policy,
+    plan: RetentionPlan,
+    shape: CacheShape,
+    blocks_of: BlockSize,
+    source: str,
+    sizes: npt.NDArray[Any],
 ) -> dict[str, Any]:
+    """Return what the command prints.
+
+    Args:
+        sizes: tokens of a block in each layer, or in each KV head where these have tables of their
+            own: then a layer's tokens are the mean of its heads, and its blocks their sum.
+    """
     from vllm_pyramid.plan import peak_blocks
     from vllm_pyramid.tools.budgets.other_layers import report_of_other_layers
 
     block_size = shape.tokens_of_block(blocks_of.tokens)
     block_bytes = shape.page_bytes(blocks_of.tokens)
     full_blocks = -(-plan.prompt_len // block_size) * shape.num_layers
-    sizes = policy.block_sizes(shape.num_layers, block_size)
-    by_layer = plan.end.blocks_in(sizes).tolist()
+    end, of_layers = plan.end, (shape.num_layers, -1)
+    keep, held = ((n.reshape(of_layers).mean(axis=1)).round() for n in (end.keep, end.held))
+    by_layer = end.blocks_in(sizes).reshape(of_layers).sum(axis=1).tolist()
     blocks, peak = sum(by_layer), int(peak_blocks(plan, plan.prompt_len, sizes).sum())
     swapped = [n for layer, n in enumerate(by_layer) if not policy.values.on_device(layer)]
     return {
@@ -149,16 +165,16 @@ def _budget_report(
         "layers": [
             {
                 "layer": shape.layers[layer] if shape.layers else layer,
-                "keep": int(plan.end.keep[layer]),
-                "held": int(plan.end.held[layer]),
+                "keep": int(keep[layer]),
+                "held": int(held[layer]),
                 "blocks": by_layer[layer],
                 "mib": by_layer[layer] * block_bytes / _MIB,
             }
             for layer in range(shape.num_layers)
         ],
         "total": {
-            "keep": int(plan.end.keep.sum()),
-            "held": int(plan.end.held.sum()),
+            "keep": int(keep.sum()),
+            "held": int(held.sum()),
             "blocks": blocks,
             "mib": blocks * block_bytes / _MIB,
         },
@@ -250,6 +266,11 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
             f"The first token behind the prompt reads {sum(read)} of {visible} pages (blocks), "
             f"{100 * sum(read) / visible:.1f} %; of layers that select, later tokens read no more "
             "than the attention budget."
+        )
+    if policy.heads.splits:
+        said.append(
+            "Each KV head has a length of its own: kept and held are the mean of a layer's heads, "
+            f"and a block holds {report['block_size'] * report['num_kv_heads']} tokens of one head."
         )
     said.append(
         f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "

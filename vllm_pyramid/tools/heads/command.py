@@ -7,6 +7,7 @@ It needs Transformers and the model alone, no engine.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -130,18 +131,19 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
             },
         }
         scores.write(Path(args.output), found)
-    for line in report(scores, mask, trials, args.mask or args.output):
+    for line in report(scores, mask, trials, args.mask or args.output, share):
         console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
 def report(
-    scores: HeadScores, mask: torch.Tensor, trials: Sequence[Trial], folder: str
+    scores: HeadScores, mask: torch.Tensor, trials: Sequence[Trial], folder: str, share: float
 ) -> list[str]:
     """Return the lines that the command prints.
 
     Args:
         mask: `[L, G]` bool. trials: of whole attention, the mask, and random masks.
+        folder: of the scores. share: of the heads that keep everything.
     """
     from vllm_pyramid.tools.heads.trial import LAST
 
@@ -154,7 +156,8 @@ def report(
         f"{folder}: {count} of {layers * heads} KV heads keep everything, the others {scores.sinks}"
         f" sinks and {scores.recent} recent tokens. In {streaming} of {layers} layers every head "
         "streams.",
-        f"Kept with a length for each head: {held}. No policy has that yet: see docs/limits.md.",
+        f"Kept with a length for each head: {held}. Serve it so with --kv-policy duoattention "
+        f"--kv-policy-args '{json.dumps({'mask': folder, 'share': share})}'.",
     ]
     whole, tried, chance = trials[0], trials[1], trials[2:]
 

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming heads: masks, what each head keeps, how many requests fit, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.methods.kvpress_presses import _import
+from vllm_pyramid.methods.streaming_heads import StreamingHeads
+from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES
+from vllm_pyramid.plan import Budget, RetentionPlan
+from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.request import check_request
+from vllm_pyramid.tools.heads.scores import HeadScores
+
+pytestmark = pytest.mark.cpu
+
+LAYERS, HEADS, BLOCK = 32, 8, 16  # Llama-3.1-8B's, and vLLM's block
+MASK = [[0.9, 0.1], [0.4, 0.8], [0.2, 0.3]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    np.savetxt(tmp_path / SCORES, np.array(MASK), delimiter="\t")
+    (tmp_path / CONFIG).write_text(json.dumps({"sink_size": 4, "recent_size": 12}))
+    return tmp_path
+
+
+def streaming(**args: Any) -> Policy:
+    return load_policy("duoattention", None, {f"heads.{key}": value for key, value in args.items()})
+
+
+def plan_of(policy: Policy, prompt_len: int, lanes: int, block_size: int) -> RetentionPlan:
+    plan = policy.plan(prompt_len, lanes, block_size)
+    assert isinstance(plan, RetentionPlan)
+    return plan
+
+
+# Masks --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_once_and_travels_as_numbers(folder: Path) -> None:
+    policy = load_policy("duoattention", None, {"mask": str(folder)})
+    heads = policy.heads
+    assert isinstance(heads, StreamingHeads)
+    assert heads.mask == tuple(map(tuple, MASK)) and heads.kept_tokens == (4, 12)
+    for path in folder.iterdir():
+        path.unlink()
+    assert Policy.model_validate(json.loads(json.dumps(policy.as_data()))) == policy
+    assert streaming(mask=MASK).heads.kept_tokens == (128, 256)  # type: ignore[attr-defined]
+
+
+def test_sizes_of_the_user_come_before_those_of_the_folder(folder: Path) -> None:
+    args = {"mask": str(folder), "heads.sinks": 0, "heads.recent": 7}
+    assert load_policy("duoattention", None, args).heads.kept_tokens == (0, 7)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 2 / 3, 1.0])
+def test_the_mask_is_that_of_the_probe(share: float) -> None:
+    """And so the one that DuoAttention's code makes: `tests/tools/heads/test_head_scores.py`."""
+    scores = HeadScores(torch.tensor(MASK, dtype=torch.float64), 4, 12)
+    heads = streaming(mask=MASK, share=share).heads
+    assert isinstance(heads, StreamingHeads)
+    assert heads.keeps_everything(6).tolist() == scores.mask(share).flatten().tolist()
+
+
+def test_without_a_mask_heads_are_spread_evenly() -> None:
+    heads = streaming(share=0.25).heads
+    assert isinstance(heads, StreamingHeads)
+    assert heads.keeps_everything(LAYERS * HEADS).reshape(LAYERS, HEADS).sum(1).tolist() == [2] * 32
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill_blocks", [True, False])
+@pytest.mark.parametrize("prompt_len", [1, 15, 16, 17, 40, 47, 48, 1003])
+def test_what_each_head_keeps(prompt_len: int, fill_blocks: bool) -> None:
+    args = {"heads.mask": MASK, "heads.sinks": 4, "heads.recent": 12, "fill_blocks": fill_blocks}
+    end = plan_of(load_policy("duoattention", None, args), prompt_len, 6, 32).end
+    short = min(prompt_len, 16)
+    assert end.keep.tolist() == [prompt_len, short, prompt_len, prompt_len, short, short]
+    freed = prompt_len - short
+    assert end.skip.max() == (freed // 32 * 32 if fill_blocks else freed)
+    assert (end.skip[[0, 2, 3]] == 0).all()
+    assert (end.front == 4).all() and (end.recent == 12).all()
+    assert end.budget_tokens == -(-int(end.keep.sum()) // 6)
+
+
+def test_twice_as_many_requests_at_8k() -> None:
+    """Half of the heads stream (128 + 256): 52 % of the blocks, in pages of the same bytes."""
+    plan = plan_of(streaming(), 8192, LAYERS * HEADS, BLOCK * HEADS)
+    held, full = int(plan.end.blocks.sum()), LAYERS * 8192 // BLOCK
+    assert held == LAYERS * (4 * 64 + 4 * 3) and full == LAYERS * 512
+    assert full / held == pytest.approx(1.91, abs=0.005)
+    # With 512 generated tokens, which all heads keep.
+    grown = LAYERS * (4 * 68 + 4 * 7)
+    assert LAYERS * 544 / grown == pytest.approx(1.81, abs=0.005)
+
+
+def test_a_block_of_a_head_has_the_bytes_of_one_of_all_heads() -> None:
+    layer = LayerKVCacheSpec(
+        block_size=BLOCK,
+        num_kv_heads=HEADS,
+        head_size=128,
+        dtype=torch.bfloat16,
+        layer_idx=0,
+        num_layers=1,
+        model_layer=0,
+    )
+    spec = HeadKVCacheSpec.of(layer)
+    assert spec.page_size_bytes == layer.page_size_bytes
+    assert (spec.block_size, spec.num_kv_heads, spec.lanes) == (128, 1, 8)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=1000),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        additional_config={},
+    )
+    assert spec.max_num_blocks_per_req(config, 1000) == 8 * 8
+    assert spec.max_memory_usage_bytes(config) == 8 * 8 * spec.page_size_bytes
+
+
+# kvpress ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_len", [200, 384, 385, 1000])
+def test_the_same_tokens_as_duo_attention_press(prompt_len: int) -> None:
+    try:
+        importlib.metadata.distribution("kvpress")
+        press = _import("duo_attention_press").DuoAttentionPress(head_compression_ratio=0.5)
+    except (importlib.metadata.PackageNotFoundError, ImportError) as error:
+        pytest.skip(f"`make smollm2` installs kvpress: {error}")
+    policy = load_policy("duoattention", None, {"heads.mask": MASK, "fill_blocks": False})
+    end = plan_of(policy, prompt_len, 6, 32).end
+    press.sink_size, press.recent_size = policy.heads.kept_tokens  # type: ignore[attr-defined]
+    order = np.argsort(np.array(MASK), axis=None)[:3]  # as `post_init_from_model` does
+    press.streaming_mask = torch.zeros(3, 2, dtype=torch.bool)
+    press.streaming_mask.view(-1)[torch.from_numpy(order)] = True
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    for layer in range(3):
+        module = SimpleNamespace(config=config, layer_idx=layer)
+        keys = torch.zeros(1, 2, prompt_len, 4)
+        press.compress(module, None, keys, keys, None, {})
+        masked = torch.zeros(2, prompt_len, dtype=torch.bool)
+        masked[module.masked_key_indices[1:]] = True
+        for head in range(2):
+            keep = int(end.keep[2 * layer + head])
+            kept = torch.ones(prompt_len, dtype=torch.bool)
+            if keep < prompt_len:
+                kept[128 : prompt_len - 256] = False
+            assert int(kept.sum()) == keep
+            assert torch.equal(kept, ~masked[head])
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"scorer": "knorm"}, "go with scorer 'recency' alone"),
+        ({"allocator": "arithmetic"}, "go with allocator 'uniform' alone"),
+        ({"schedule": "interval"}, "go with schedule 'prompt_end' alone"),
+        ({"values": "host"}, "go with values 'device' alone"),
+        ({"attend": "pages"}, "go with attend 'all' alone"),
+        ({"chunk.tokens": 64}, "evict at the prompt's end alone"),
+        ({"window": 8}, "leave sinks and window out"),
+        ({"heads.mask": [[1.0], [0.5, 0.5]]}, "equally many numbers for each layer"),
+        ({"heads.mask": "/nowhere"}, "cannot read the scores of heads in /nowhere"),
+        ({"heads.share": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_policies_that_cannot_have_streaming_heads(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy("duoattention", None, args)
+
+
+def test_no_budget_and_no_floor() -> None:
+    with pytest.raises(ValueError, match="so a budget of 25% has no effect"):
+        load_policy("duoattention", "25%")
+    with pytest.raises(ValueError, match=r"kv_min_tokens .* gives each KV head a length"):
+        KVSettings("duoattention", kv_min_tokens=100)
+    policy = KVSettings("duoattention").policy()
+    assert policy is not None and policy.min_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"kv_budget": 100}, "a budget of 100 has no effect"),
+        ({"kv_min_tokens": 100}, "kv_min_tokens has no effect"),
+        ({"kv_keep": [0, 4]}, "kv_keep does not go with policy 'duoattention'"),
+        ({"kv_turns": [10]}, "tables are those of single heads"),
+    ],
+)
+def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], message: str) -> None:
+    policy = streaming(mask=MASK)
+    with pytest.raises(ValueError, match=message):
+        check_request(policy, SamplingParams(extra_args=extra))
+    full = check_request(policy, SamplingParams(extra_args={"kv_policy": "full"}))
+    assert not full.policy.evicts
+
+
+def test_a_server_needs_a_mask_of_its_model() -> None:
+    unknown, args = streaming(), cast(EngineArgs, SimpleNamespace())
+    with pytest.raises(ValueError, match="does not know which heads stream"):
+        unknown.heads.prepare_args(unknown, args)
+    for policy in (streaming(mask=MASK), streaming(share=1.0), streaming(share=0.0)):
+        policy.heads.prepare_args(policy, args)
+    with pytest.raises(ValueError, match="3 layers of 2 KV heads, and this model has 2 of 3"):
+        streaming(mask=MASK).heads.check_shape(2, 3)
+    with pytest.raises(ValueError, match="there are 8 KV heads"):
+        streaming(mask=MASK).plan(100, 8, 16)
+    with pytest.raises(ValueError, match="every layer has full attention"):
+        unknown.check_hybrid()
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        ("parallel_config", "tensor_parallel_size", 2, "--tensor-parallel-size"),
+        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size"),
+        ("parallel_config", "data_parallel_size", 2, "--data-parallel-size"),
+        ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
+        ("", "speculative_config", object(), "--speculative-config"),
+        ("", "additional_config", {"kv_trace": "folder"}, "--kv-trace"),
+        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
+    ],
+)
+def test_configurations_that_were_not_tried(
+    section: str, name: str, value: Any, message: str
+) -> None:
+    model = SimpleNamespace(
+        get_total_num_hidden_layers=lambda: 3, get_num_kv_heads=lambda parallel: 2
+    )
+    config: Any = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        additional_config={},
+        use_v2_model_runner=False,
+    )
+    policy = streaming(mask=MASK)
+    policy.heads.check_config(policy, config)
+    setattr(getattr(config, section) if section else config, name, value)
+    with pytest.raises(ValueError, match=f"was not tried with .*{message}"):
+        policy.heads.check_config(policy, config)
+
+
+def test_a_budget_of_a_hundred_percent_is_no_limit() -> None:
+    policy = streaming(mask=MASK)
+    policy.check_budget(Budget.parse("100%"))
+    assert policy.evicts and not policy.has_budget

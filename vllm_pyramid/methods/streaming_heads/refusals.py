@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does not work with tables of single heads, or was not tried, each with its reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_pyramid.policy.policy import Policy
+
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def check_config(policy: Policy, config: VllmConfig) -> None:
+    """Refuse what was not tried together with lengths of single heads.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    given = config.additional_config
+    asked = given if isinstance(given, dict) else {}
+    untried = {
+        "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
+        "--tensor-parallel-size, where a lane would have to stream on each rank: leave it out": (
+            parallel.tensor_parallel_size > 1
+        ),
+        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
+        "--speculative-config: leave it out": config.speculative_config is not None,
+        f"--kv-cache-dtype {cache.cache_dtype}: leave it out": cache.cache_dtype not in _DTYPES,
+        "--kv-trace, whose files have a number a layer: leave it out": bool(asked.get("kv_trace")),
+        "vLLM's second model runner: unset VLLM_USE_V2_MODEL_RUNNER": config.use_v2_model_runner,
+    }
+    for what, is_asked in untried.items():
+        if is_asked:
+            raise ValueError(
+                f"policy {policy.name!r} gives each KV head a length of its own (heads), which was "
+                f"not tried with {what}, or choose a policy without `heads`"
+            )
+    policy.heads.check_shape(model.get_total_num_hidden_layers(), model.get_num_kv_heads(parallel))

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a policy that says whether the KV heads of a layer have lengths of their own.
+
+Usually they have not: a layer has one block table, and every KV head keeps equally many tokens. A
+part that splits layers gives each KV head a *lane*: a block table and a length of its own. Plans,
+skips and counters of blocks then have a number for each lane, `layer * G + head`, where they
+usually have one for each layer; a policy that splits nothing has one lane a layer.
+
+A page of a lane holds G times as many tokens as one of a layer, of one head instead of G: pages
+have the same bytes, and come from the same pool.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from vllm_pyramid.policy.component import Component
+
+if TYPE_CHECKING:
+    from vllm_pyramid.plan import RetentionPlan
+    from vllm_pyramid.policy.policy import Policy
+
+
+class Heads(Component):
+    """Base class of the section `heads`.
+
+    Class attributes:
+        splits: whether each KV head has a block table and a length of its own.
+    """
+
+    section: ClassVar[str] = "heads"
+    splits: ClassVar[bool] = False
+
+    def lanes(self, num_kv_heads: int) -> int:
+        """Return the lanes of a layer with `num_kv_heads` KV heads."""
+        return num_kv_heads if self.splits else 1
+
+    def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
+        """Raise ValueError if this part is made for a model of another shape."""
+
+    def plan(
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int
+    ) -> RetentionPlan | None:
+        """Return what each lane keeps of a prompt; None: the policy's allocator says it.
+
+        Args:
+            num_lanes: of all layers that evict. block_size: tokens of a lane's block.
+        """
+        return None
+
+
+class AlikeHeads(Heads):
+    """Give all KV heads of a layer one block table and one length."""
+
+    kind: Literal["alike"] = "alike"
