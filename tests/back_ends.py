@@ -82,6 +82,7 @@ class BackEnd:
         outs: of the latest step each layer's attention, `[T, H, D]`. queries: the same.
         before: of the latest step and each layer, the cache when it was written.
         reports: of the latest step.
+        scales: of a fused quantisation of the output, which vLLM's CUDA backends are given.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class BackEnd:
             self.impls.append(impl)
         self.computed = dict.fromkeys(prompts, 0)
         self.reports: dict[str, Any] = {}
+        self.scales: tuple[torch.Tensor, ...] = ()
         self.outs: list[torch.Tensor] = []
         self.queries: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []
@@ -183,7 +185,7 @@ class BackEnd:
             self.before.append(self.cache.clone())
             out = torch.full_like(query, torch.nan)
             metadata = self.metadata(layer, own[layer], starts, lens)
-            impl.forward(None, query, key, value, self.cache, metadata, out)
+            impl.forward(None, query, key, value, self.cache, metadata, out, *self.scales)
             self.outs.append(out)
             self.queries.append(query)
         for name in names:

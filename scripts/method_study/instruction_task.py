@@ -56,7 +56,7 @@ def _rules(rng: random.Random) -> list[_Rule]:
             thanks,
         ),
         _Rule(
-            f"When somebody says goodbye, reply: Until we meet at the {farewell}.",
+            f"When the user says goodbye, reply: Until we meet at the {farewell}.",
             "Goodbye!",
             "Until we meet at the",
             farewell,

@@ -18,6 +18,7 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import BlockHash
 
+from tests.kv_cache.full_disk import FullDisk
 from tests.kv_cache.test_host_cache import blocks
 from tests.worker.test_host_pool import BLOCKS, LAYERS, SLOTS, caches, specs
 from vllm_pyramid.compat.side_channel import HostFill, attach_host_copies
@@ -413,21 +414,10 @@ def test_a_full_disk_is_a_miss(
 ) -> None:
     """No file, no half file, and the step does not fail."""
 
-    class Full:
-        def __init__(self, file: Any) -> None:
-            self.file, self.left = file, 700
-
-        def write(self, data: memoryview) -> int:
-            if not self.left:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written: int = self.file.write(data[: self.left])
-            self.left -= written
-            return written
-
     @contextmanager
     def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:
         with open(*args, **kwargs) as file:
-            yield Full(file)
+            yield FullDisk(file)
 
     server = Server(tmp_path)
     monkeypatch.setattr(bundle_file, "open", opened, raising=False)

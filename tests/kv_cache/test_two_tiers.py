@@ -11,8 +11,6 @@ slot, block or file may be lost.
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import random
 import sys
@@ -28,12 +26,14 @@ from queue import Empty
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
+from tests.kv_cache.full_disk import FullDisk
 from tests.worker.test_host_pool import LAYERS, specs
 from vllm_pyramid.compat.side_channel import HostFill, attach_host_copies
 from vllm_pyramid.kv_cache import bundle_file
@@ -313,20 +313,6 @@ class Tiers:
             yield FullDisk(file) if mode == "xb" and self.disk == "full" else file
 
 
-class FullDisk:
-    """A file on a disk that is full after 700 bytes."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.left = file, 700
-
-    def write(self, data: memoryview) -> int:
-        if not self.left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written: int = self.file.write(data[: self.left])
-        self.left -= written
-        return written
-
-
 def with_nothing_left(writer: Any) -> None:
     """Drop what waits to be written."""
     try:
@@ -349,14 +335,13 @@ def live(folder: Path, operations: int, seed: int) -> Counter[str]:
         tiers.kill: 1.2,
         tiers.reset: 0.3,
     }
-    bundle_file.open = tiers.opened  # type: ignore[attr-defined]
-    try:
-        for do in tiers.random.choices(list(chances), list(chances.values()), k=operations):
-            do()
-        tiers.finish()
-    finally:
-        tiers.gate.set()
-        del bundle_file.open  # type: ignore[attr-defined]
+    with mock.patch.object(bundle_file, "open", tiers.opened, create=True):
+        try:
+            for do in tiers.random.choices(list(chances), list(chances.values()), k=operations):
+                do()
+            tiers.finish()
+        finally:
+            tiers.gate.set()
     return tiers.seen
 
 

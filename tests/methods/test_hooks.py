@@ -135,6 +135,31 @@ def test_a_method_attends(name: str) -> None:
     assert torch.equal(plain.outs[1], back_end.outs[1])
 
 
+class LastPagesOfHeads(LastPages):
+    """Attends to the last two pages of each request, with a list for each KV head."""
+
+    def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
+        chosen = super().before_attention(inputs)
+        lists = chosen.block_table[:, None].expand(-1, KV_HEADS, -1).contiguous()
+        return replace(chosen, batch=replace(chosen.batch, block_table=lists))
+
+
+@pytest.mark.parametrize(
+    ("hooks", "said"),
+    [(Attends(), "a method that attends"), (LastPagesOfHeads(make_context(LAYERS)), "lists of")],
+    ids=["attends", "lists"],
+)
+def test_methods_have_no_fused_output(hooks: LayerHooks, said: str) -> None:
+    back_end = BackEnd("cuda", load_policy("full"), PROMPTS)
+    serve_prompts(back_end)
+    for impl in back_end.impls:
+        impl.context.hooks = MethodHooks([*back_end.hooks, hooks])
+    back_end.step(dict.fromkeys(PROMPTS, 1))
+    back_end.scales = (torch.ones(1),)
+    with pytest.raises(NotImplementedError, match=f"{said}.* no fused output quantisation"):
+        back_end.step(dict.fromkeys(PROMPTS, 1))
+
+
 # Values that change before they move --------------------------------------------------------------
 
 

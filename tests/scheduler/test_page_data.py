@@ -66,16 +66,10 @@ def test_requests_that_share_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data["running"] + data["waiting"] == 3 and len(data["requests"]) <= 2
 
 
-class Part(dict[str, Any]):
-    """A section of a policy, among the settings that an engine configuration is cached by."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
-
-
 def test_what_generated_tokens_read() -> None:
-    parts = Part(kind="pages", budget=24, dense_layers=1, sinks=4, recent=4)
-    setup = Setup(policy="select", budget="100%", policy_args=(("attend", parts),))
+    sizes = {"budget": 24, "dense_layers": 1, "sinks": 4, "recent": 4}
+    args = tuple((f"attend.{name}", size) for name, size in sizes.items())
+    setup = Setup(policy="select", budget="100%", policy_args=args)
     pair = Pair(setup)
     pair.add("r", 60, max_tokens=4)
     pair.add("own", 20, max_tokens=4, extra_args={"kv_attend_budget": 20})

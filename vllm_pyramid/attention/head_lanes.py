@@ -131,13 +131,13 @@ class HeadLanes:
         """
         assert self._lanes is not None, "the layer's metadata are those of a step"
         query, order = self.as_one_head(batch.query), self._lanes.order
-        if order is not None:
-            query = query[order]
-        found = query.new_empty(query.shape, dtype=out.dtype)
+        rows = out.view(query.shape)
+        if order is None:
+            ops.paged_attention(rows, replace(batch, query=query), softmax)
+            return
+        query, found = query[order], torch.empty_like(rows)
         ops.paged_attention(found, replace(batch, query=query), softmax)
-        if order is not None:
-            found = torch.empty_like(found).index_copy_(0, order, found)
-        out.copy_(found.view(out.shape))
+        rows.index_copy_(0, order, found)
 
     def split(self, inputs: AttentionInputs) -> Iterator[AttentionInputs]:
         """Return what each lane of a layer evicts by: inputs of a layer with one KV head.

@@ -28,9 +28,11 @@ def output_weights(model: torch.nn.Module, name: str, heads: int, size: int) -> 
     Raises:
         ValueError: no such projection stands next to the attention, or something stands between.
     """
-    parent = dict(model.named_modules()).get(name.rpartition(".")[0])
-    children = [] if parent is None else list(parent.children())
-    linears = [getattr(child, "base_layer", child) for child in children]
+    try:
+        parent = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError as error:
+        raise ValueError(f"layer {name} is not found under its name: {error}") from error
+    linears = [getattr(child, "base_layer", child) for child in parent.children()]
     found = [linear for linear in linears if isinstance(linear, RowParallelLinear)]
     if len(found) != 1:
         raise ValueError(f"layer {name} has {len(found)} of them next to its attention, not one")

@@ -4,9 +4,8 @@
 Target: `vllm.entrypoints.launchers.app.attach_endpoint_plugins`, which is called when all routes of
 the server are in place; a method that is added to `EngineCore`, which front ends call as they call
 its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`, `.vllm_config` and
-`.tokenizer`. Why: vLLM loads
-plugins with endpoints only where `VLLM_PLUGINS` names them, and then no others. Remove when a
-plugin can add routes by a flag.
+`.tokenizer`. Why: vLLM loads plugins with endpoints only where `VLLM_PLUGINS` names them, and then
+no others. Remove when a plugin can add routes by a flag.
 """
 
 from __future__ import annotations

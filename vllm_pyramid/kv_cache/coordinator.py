@@ -29,7 +29,6 @@ from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.host_cache import HostCache
-from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.layer_groups import LayerGroups
 from vllm_pyramid.kv_cache.new_blocks import extend_tables
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
@@ -81,16 +80,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         with block_pool(make):
             super().__init__(hash_block_size=hash_block_size, **kwargs)
         found = self._own = LayerGroups.of(self.single_type_managers)
-        specs = self.layer_specs = found.specs
+        self.layer_specs = found.specs
         self.layer_managers, self._groups, self.layers = found.managers, found.groups, found.layers
         self.lanes = found.lanes
         self.stock_groups = StockGroups(found.others, self.block_pool)
-        self.layer_blocks = LayerBlocks(
-            [spec.block_size for spec in specs for _ in range(spec.lanes)],
-            stages,
-            specs[0].full_block_size,
-            self.stock_groups.block_sizes(kwargs["max_model_len"]),
-        )
+        stock_sizes = self.stock_groups.block_sizes(kwargs["max_model_len"])
+        self.layer_blocks = found.block_counts(stages, stock_sizes)
         self._unit = self.layer_blocks.unit
         # With stock groups and without prefix caching, vLLM may choose any size of a hash.
         self._hashes_fit = not found.others or self.layer_blocks.largest % hash_block_size == 0
@@ -229,8 +224,6 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.counters.held_blocks += missing
         if not record.tables:
             record.tables = self._own.tables_of(request_id)
-        if self.lanes > 1:  # a layer's heads share its table, and any new block is as good
-            ends = ends[self.lanes - 1 :: self.lanes]
         new_blocks = extend_tables(record.tables, pool_blocks, ends, units=need - have)
         for layer, manager in self._own.recording:
             manager.new_block_ids.extend(block.block_id for block in new_blocks[layer])
@@ -361,8 +354,4 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def blocks_held(self, request_id: str) -> list[int]:
         """Count the blocks that the request holds, per layer or lane, in its block tables."""
-        return [
-            manager.num_held(request_id, lane, self.lanes)
-            for manager in self.layer_managers
-            for lane in range(self.lanes)
-        ]
+        return self._own.blocks_held(request_id)

@@ -29,10 +29,11 @@ class LayerBlocks:
     Where KV heads have block tables of their own, "layers" are the heads of all layers: lanes.
 
     Args:
-        block_sizes: `[layers]` tokens of a block.
+        block_sizes: tokens of a block, for each layer; all its lanes have blocks of that size.
         stock_block_sizes: tokens of a block in each group of vLLM's own, which grow in lockstep,
             too.
         full_block_size: tokens of a block that holds K and V.
+        lanes: KV heads of a layer that have block tables of their own; 1: all share one.
 
     Attributes:
         stages: which layers each pipeline stage has.
@@ -51,9 +52,10 @@ class LayerBlocks:
         stages: PipelineLayout,
         full_block_size: int,
         stock_block_sizes: Sequence[int] = (),
+        lanes: int = 1,
     ) -> None:
-        self.stages = stages
-        self.block_sizes = np.array(block_sizes, np.int64)
+        self.stages, self._lanes = stages, lanes
+        self.block_sizes = np.repeat(np.array(block_sizes, np.int64), lanes)
         self.full_block_size = full_block_size
         self.unit = min([*block_sizes, *stock_block_sizes])
         self.largest = max(block_sizes)
@@ -88,15 +90,15 @@ class LayerBlocks:
         """Return what extends tables from `have` to `need` units.
 
         Returns:
-            `[layers]` blocks, and `[layers]` sums of them up to and with each layer; not to be
-            written to.
+            `[layers]` blocks, and sums of them up to and with each layer, one for all its lanes:
+            these share its table, where any new block is as good. Not to be written to.
         """
         start = have % self._period
         return self._grown(start, start + need - have)
 
     def _grow(self, have: int, need: int) -> tuple[Numbers, list[int]]:
         missing = self.of_units(need) - self.of_units(have)
-        return missing, missing.cumsum().tolist()
+        return missing, missing.cumsum()[self._lanes - 1 :: self._lanes].tolist()
 
     def of_units(self, units: int) -> Numbers:
         """Return the table entries of each layer, `[layers]`, for `units`."""

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
+from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
+from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 
 
@@ -62,6 +64,24 @@ class LayerGroups(NamedTuple):
     def layers(self) -> list[int]:
         """Return the model's own numbers of the layers."""
         return [spec.model_layer for spec in self.specs]
+
+    def block_counts(self, stages: PipelineLayout, stock_sizes: Sequence[int]) -> LayerBlocks:
+        """Return how many blocks the layers need.
+
+        Args:
+            stock_sizes: tokens of a block in each group of vLLM's own.
+        """
+        sizes, full_size = [spec.block_size for spec in self.specs], self.specs[0].full_block_size
+        return LayerBlocks(sizes, stages, full_size, stock_sizes, self.lanes)
+
+    def blocks_held(self, request_id: str) -> list[int]:
+        """Count the blocks of the pool in a request's tables, `[layers * lanes]`."""
+        lanes = self.lanes
+        return [
+            manager.num_held(request_id, lane, lanes)
+            for manager in self.managers
+            for lane in range(lanes)
+        ]
 
     def tables_of(self, request_id: str) -> list[list[KVCacheBlock]]:
         """Return the tables of a request in the layers' managers, `[layers]`."""

@@ -104,10 +104,8 @@ def _copy_of(
 ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
     """Return the content of blocks, in host memory once the returned function was called."""
     ids = np.array([block for of_one in blocks for block in of_one], np.int64)
-    copy, counts = (
-        pages.index_select(0, upload(ids, pages.device)),
-        [len(of_one) for of_one in blocks],
-    )
+    copy = pages.index_select(0, upload(ids, pages.device))
+    counts = [len(of_one) for of_one in blocks]
     if pages.device.type == "cpu":
         return [part.view(-1) for part in copy.split(counts)], lambda: None
     pinned = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
