@@ -12,6 +12,8 @@ STAMP := $(VENV)/.stamp$(if $(VLLM_BUILD),-$(VLLM_BUILD))
 # thread pools would wait for one another. Set it to use more.
 OMP_NUM_THREADS ?= 1
 TEST_ENV := OMP_NUM_THREADS=$(OMP_NUM_THREADS) TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# An engine starts in several processes, and each would compile all of PyTorch and vLLM again.
+unexport PYTHONDONTWRITEBYTECODE
 # Test files that run side by side, each in a process of its own; 0: all in one, in turn. A core and
 # 6 GiB each are enough.
 TEST_JOBS ?= 2

@@ -135,9 +135,11 @@ def test_arguments_serve_another_engine_afterwards(
     """What a policy changes is for its own engine."""
     from vllm.engine.arg_utils import EngineArgs
 
+    from vllm_pyramid.compat.platform import defaults
     from vllm_pyramid.plugin import register
 
     register()
+    defaults.withdraw()  # what other tests' engines left, which `monkeypatch` would put back
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     args = EngineArgs(str(random_model), max_model_len=512, additional_config={"kv_policy": "h2o"})
     before = vars(args).copy()

@@ -23,8 +23,10 @@ GIB = 2**30
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, on a processor with AVX2 alone and 16 GiB free on each of two nodes."""
+    from vllm_pyramid.compat.platform import defaults
     from vllm_pyramid.frontend import weights
 
+    defaults.withdraw()  # what other tests' engines left, which `monkeypatch` would put back
     monkeypatch.setattr(weights, "has_bfloat16_products", lambda: False)
     monkeypatch.setattr(weights, "available_host_memory", lambda: 32 * GIB)
     monkeypatch.setattr(weights, "free_by_node", lambda: [16 * GIB] * 2)
@@ -116,7 +118,8 @@ def test_a_process_that_starts_later_decides_the_same(
     from vllm_pyramid.compat.platform import defaults
 
     assert chosen()[0] == "float32"
-    monkeypatch.setattr(defaults, "_chosen", {})  # of another process
+    monkeypatch.setattr(defaults, "_chosen", {})  # of another process, one of vLLM's own
+    monkeypatch.setattr(defaults.multiprocessing, "parent_process", lambda: object())
     monkeypatch.setattr(weights, "available_host_memory", lambda: 0)
     assert chosen()[0] == "float32"
     monkeypatch.setenv(weights.DECIDED, "float32 of-another-model")

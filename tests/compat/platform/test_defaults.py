@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,16 @@ CHOSEN = ("PYRAMID_CPU_PLATFORM", "THP_MEM_ALLOC_ENABLE", "VLLM_CPU_OMP_THREADS_
 
 
 @pytest.fixture
-def defaults() -> Any:
+def defaults() -> Iterator[Any]:
+    """The module, with nothing left in the environment of what it chose for other tests' engines.
+
+    It comes before `monkeypatch`, which would put such a variable back, as if it were the user's.
+    """
     from vllm_pyramid.compat.platform import defaults
 
-    return defaults
+    defaults.withdraw()
+    yield defaults
+    defaults.withdraw()
 
 
 @pytest.mark.parametrize(
@@ -252,6 +259,34 @@ def test_an_engine_without_a_policy_gets_nothing_of_it(
     # vLLM's own platform sets some for itself.
     assert {name for name in os.environ if name in CHOSEN or "PYRAMID" in name} == set()
     assert before.items() <= os.environ.items()
+
+
+def test_a_started_process_chooses_for_itself(
+    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    """What it inherits from an engine of the process that started it is not the user's."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    for name in (*CHOSEN, defaults.CHOSEN, "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)  # and `monkeypatch` deletes them afterwards
+    monkeypatch.setattr(defaults, "cores_by_node", lambda: [[0, 1]])
+    defaults.choose(EngineArgs(str(random_model)))
+    monkeypatch.setattr(defaults, "_chosen", {})  # as in a started process
+    monkeypatch.setattr(defaults, "cores_by_node", lambda: [[2, 3]])
+    defaults.choose(EngineArgs(str(random_model)))
+    assert os.environ[defaults.BIND] == "2,3"
+    monkeypatch.setattr(defaults, "_chosen", {})
+    monkeypatch.setenv(defaults.BIND, "3")  # its user's
+    defaults.choose(EngineArgs(str(random_model)))
+    assert os.environ[defaults.BIND] == "3"
+    defaults.withdraw()
+    # vLLM's own processes, such as a second front end, are a part of the engine.
+    monkeypatch.setenv(defaults.BIND, "0,1")
+    monkeypatch.setenv(defaults.CHOSEN, f'{{"{defaults.BIND}": "0,1"}}')
+    monkeypatch.setattr(defaults.multiprocessing, "parent_process", lambda: object())
+    defaults.choose(EngineArgs(str(random_model)))
+    assert os.environ[defaults.BIND] == "0,1"
+    defaults.withdraw()
 
 
 @pytest.mark.parametrize(("users", "lines"), [(None, 1), ("1", 0)])

@@ -11,6 +11,8 @@ wins: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`, `VLLM_CPU_OMP_THREA
 from __future__ import annotations
 
 import inspect
+import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 MEMORY_KEY = "vllm_pyramid_cpu_memory"  # of additional_config: the worker chooses its share
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
+# Set for started processes to what was chosen for them, as JSON.
+CHOSEN = "PYRAMID_CHOSEN"
 _CHOSEN_BY_USER = (BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_SIM_MULTI_NUMA")
 # Cores of a worker from which on reserving one of them for the front end costs little.
 CORES_TO_SPARE = 8
@@ -88,13 +92,20 @@ _chosen: dict[str, str] = {}  # variables that this process owes to `choose` and
 def chosen_for_children(name: str, value: str) -> None:
     """Set a variable of the environment until `withdraw`; started processes inherit it."""
     os.environ[name] = _chosen[name] = value
+    os.environ[CHOSEN] = json.dumps(_chosen)
 
 
 def withdraw() -> None:
-    """Take back what was chosen for an earlier engine of this process, or inherited from one."""
+    """Take back what was chosen for an earlier engine of this process, or inherited from one.
+
+    Processes of vLLM's own, such as a second front end, go on with what was chosen for them.
+    """
     cpu_platform.deactivate()
     os.environ.pop(ACTIVE, None)
-    for name, value in _chosen.items():
+    inherited = {}
+    if multiprocessing.parent_process() is None:
+        inherited = json.loads(os.environ.pop(CHOSEN, "{}"))
+    for name, value in (inherited | _chosen).items():
         if os.environ.get(name) == value:
             del os.environ[name]
     _chosen.clear()
