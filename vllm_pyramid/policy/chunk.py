@@ -87,6 +87,7 @@ class EvictionPoints(Chunk):
                 "chunk": EvictionPoints(),
                 "attend": "all",
                 "heads": "alike",
+                "prefill": "all",
             }
         )
 

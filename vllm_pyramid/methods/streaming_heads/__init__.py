@@ -43,6 +43,7 @@ _PLAIN = {
     "schedule": "prompt_end",
     "values": "device",
     "attend": "all",
+    "prefill": "all",
 }
 
 
