@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 SHARE, SINKS, RECENT = 0.5, 128, 256
 # Flags that belong to --heads alone, and those that do not go with it.
 OWN_FLAGS = ("mask", "share", "sinks", "recent")
-_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk")
+_OTHERS = (
+    *("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk"),
+    *("utility", "horizon", "relative"),
+)
 _TOKENS = (8192, 32768)  # of requests whose memory is told
 
 
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
             f"{model.layers} of {model.kv_heads}"
         )
     _check_room(copies(scores), model)
-    texts = _token_ids(args.model, prompts)
+    texts = token_ids(args.model, prompts)
     check_texts(texts, scores, model)
     mask = scores.mask(share)
     masks = [None, mask, *random_masks(mask)]
@@ -201,7 +204,7 @@ def _check_room(probe: Repeated, model: HeadModel) -> None:
         )
 
 
-def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the prompts as token ids; the tokenizer is loaded if one is a text."""
     if all("prompt_token_ids" in prompt for prompt in prompts):
         return [list(prompt["prompt_token_ids"]) for prompt in prompts]
