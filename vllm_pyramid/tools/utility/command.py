@@ -70,7 +70,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_policy(policy: Policy) -> None:
-    """Raise ValueError unless a scorer alone decides what a layer keeps of so many tokens."""
+    """Raise ValueError unless the tokens of a layer that stay are the best of its scorer."""
     reason = None
     if not policy.evicts:
         reason = "keeps every token"
