@@ -81,6 +81,25 @@ def test_the_mask_is_that_of_the_probe(share: float) -> None:
     assert heads.keeps_everything(6).tolist() == scores.mask(share).flatten().tolist()
 
 
+def test_a_mask_of_query_heads_counts_the_best_of_a_kv_head(tmp_path: Path) -> None:
+    """HeadKV's file, of a model with 3 layers of 4 query heads and 2 KV heads."""
+    numbers = np.repeat(MASK, 2, axis=1)
+    numbers[:, ::2] -= 0.35  # the second of each pair is the best
+    names = {f"{x}-{y}": [z - 1, z + 1] for (x, y), z in np.ndenumerate(numbers)}
+    (tmp_path / "heads.json").write_text(json.dumps(names))
+    policy = load_policy("duoattention", None, {"mask": str(tmp_path / "heads.json")})
+    heads, same = policy.heads, streaming(mask=MASK).heads
+    assert isinstance(heads, StreamingHeads) and isinstance(same, StreamingHeads)
+    assert heads.keeps_everything(6).tolist() == same.keeps_everything(6).tolist()
+    assert heads.kept_tokens == (128, 256)
+    assert Policy.model_validate(json.loads(json.dumps(policy.as_data()))) == policy
+    heads.check_shape(3, 2, 4)
+    heads.check_shape(3, 2)
+    for shape in ((3, 2, 8), (2, 2, 4), (3, 3, None)):
+        with pytest.raises(ValueError, match="is for 3 layers of 4 heads, and this model"):
+            heads.check_shape(*shape)
+
+
 def test_without_a_mask_heads_are_spread_evenly() -> None:
     heads = streaming(share=0.25).heads
     assert isinstance(heads, StreamingHeads)
@@ -226,7 +245,7 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         unknown.heads.prepare_args(unknown, args)
     for policy in (streaming(mask=MASK), streaming(share=1.0), streaming(share=0.0)):
         policy.heads.prepare_args(policy, args)
-    with pytest.raises(ValueError, match="3 layers of 2 KV heads, and this model has 2 of 3"):
+    with pytest.raises(ValueError, match="3 layers of 2 heads, and this model has 2 of 3 KV"):
         streaming(mask=MASK).heads.check_shape(2, 3)
     with pytest.raises(ValueError, match="there are 8 KV heads"):
         streaming(mask=MASK).plan(100, 8, 16)
@@ -250,7 +269,9 @@ def test_configurations_that_were_not_tried(
     section: str, name: str, value: Any, message: str
 ) -> None:
     model = SimpleNamespace(
-        get_total_num_hidden_layers=lambda: 3, get_num_kv_heads=lambda parallel: 2
+        get_total_num_hidden_layers=lambda: 3,
+        get_num_kv_heads=lambda parallel: 2,
+        get_num_attention_heads=lambda parallel: 4,
     )
     config: Any = SimpleNamespace(
         model_config=model,

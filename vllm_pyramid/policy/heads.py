@@ -35,8 +35,12 @@ class Heads(Component):
         """Return the lanes of a layer with `num_kv_heads` KV heads."""
         return num_kv_heads if self.splits else 1
 
-    def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
-        """Raise ValueError if this part is made for a model of another shape."""
+    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
+        """Raise ValueError if this part is made for a model of another shape.
+
+        Args:
+            num_heads: query heads of a layer; None if they are not known.
+        """
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int

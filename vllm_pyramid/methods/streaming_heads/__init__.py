@@ -23,7 +23,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from vllm_pyramid.methods.streaming_heads.score_files import read_scores
+from vllm_pyramid.methods.streaming_heads.score_files import (
+    check_heads,
+    check_lanes,
+    check_scores,
+    of_kv_heads,
+    read_scores,
+)
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy.heads import Heads
 
@@ -50,10 +56,11 @@ class StreamingHeads(Heads):
     """Let a share of the KV heads keep everything, and the others sinks and recent tokens.
 
     Attributes:
-        mask: `[L][G]` scores of the KV heads, those that keep everything highest. In a preset and
-            on the command line: a folder with `full_attention_heads.tsv` and `config.json`, as
-            DuoAttention publishes and `calibrate --heads` writes them. None: only plans can be
-            made, for which it does not matter which heads stream.
+        mask: `[L][G]` scores of the KV heads, those that keep everything highest, or `[L][H]` of
+            the query heads, of which the best counts for its KV head. In a preset and on the
+            command line: a folder with `full_attention_heads.tsv` and `config.json`, as
+            DuoAttention publishes and `calibrate --heads` writes them, or HeadKV's `.json` file.
+            None: only plans can be made, for which it does not matter which heads stream.
         share: of the KV heads that keep everything; of equal scores the lower layer's and head's.
         sinks: the first tokens, that a streaming head keeps. None: the folder's, else 128.
         recent: the last tokens of the prompt, that it keeps. None: the folder's, else 256.
@@ -85,10 +92,7 @@ class StreamingHeads(Heads):
     @model_validator(mode="after")
     def _check_mask(self) -> StreamingHeads:
         if self.mask is not None:
-            if not self.mask or len({len(row) for row in self.mask}) > 1 or not self.mask[0]:
-                raise ValueError("heads.mask must have equally many numbers for each layer")
-            if not np.isfinite(self.mask).all():
-                raise ValueError("heads.mask holds a number that is not finite")
+            check_scores("heads.mask", self.mask)
         return self
 
     @property
@@ -108,7 +112,8 @@ class StreamingHeads(Heads):
         if self.mask is None:
             return np.diff(np.arange(num_lanes + 1) * count // num_lanes) > 0
         chosen = np.zeros(num_lanes, bool)
-        chosen[np.argsort(-np.concatenate(self.mask), kind="stable")[:count]] = True
+        scores = of_kv_heads(self.mask, num_lanes // len(self.mask)).ravel()
+        chosen[np.argsort(-scores, kind="stable")[:count]] = True
         return chosen
 
     def plan(
@@ -156,22 +161,13 @@ class StreamingHeads(Heads):
 
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError unless the mask has as many numbers as there are lanes."""
-        if self.mask is not None and len(self.mask) * len(self.mask[0]) != num_layers:
-            raise ValueError(
-                f"heads.mask is for {len(self.mask)} layers of {len(self.mask[0])} KV heads, and "
-                f"there are {num_layers} KV heads: take the mask of this model"
-            )
+        if self.mask is not None:
+            check_lanes("heads.mask", self.mask, num_layers)
 
-    def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
+    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
         """Raise ValueError unless the mask is for a model of this shape."""
-        if self.mask is not None and (len(self.mask), len(self.mask[0])) != (
-            num_layers,
-            num_kv_heads,
-        ):
-            raise ValueError(
-                f"heads.mask is for {len(self.mask)} layers of {len(self.mask[0])} KV heads, and "
-                f"this model has {num_layers} of {num_kv_heads}: take the mask of this model"
-            )
+        if self.mask is not None:
+            check_heads("heads.mask", self.mask, num_layers, num_kv_heads, num_heads)
 
     def check_hybrid(self, policy: Policy) -> None:
         """Refuse models of which some layers do not evict, or read another layer's cache."""
