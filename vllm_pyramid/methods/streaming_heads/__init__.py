@@ -16,43 +16,26 @@ keep what is generated, as other methods here do; the papers let the window slid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from vllm_pyramid.methods.streaming_heads.score_files import (
-    check_heads,
-    check_lanes,
-    check_scores,
-    of_kv_heads,
-    read_scores,
-)
+from vllm_pyramid.methods.streaming_heads.score_files import Scores, check_scores, of_kv_heads
+from vllm_pyramid.methods.streaming_heads.split import SplitHeads, with_scores
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
-from vllm_pyramid.policy.heads import Heads
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.policy.policy import Policy
 
 # As DuoAttention evaluates them, and calibrate --heads does.
 SINKS, RECENT = 128, 256
-# Parts that a policy with streaming heads leaves as they are, by section.
-_PLAIN = {
-    "scorer": "recency",
-    "allocator": "uniform",
-    "selector": "top_k",
-    "schedule": "prompt_end",
-    "values": "device",
-    "attend": "all",
-}
 
 
-class StreamingHeads(Heads):
+class StreamingHeads(SplitHeads):
     """Let a share of the KV heads keep everything, and the others sinks and recent tokens.
 
     Attributes:
@@ -66,9 +49,18 @@ class StreamingHeads(Heads):
         recent: the last tokens of the prompt, that it keeps. None: the folder's, else 256.
     """
 
-    splits: ClassVar[bool] = True
+    has_budget: ClassVar[bool] = False
+    scored: ClassVar[str] = "mask"
+    plain: ClassVar[Mapping[str, str]] = {
+        "scorer": "recency",
+        "allocator": "uniform",
+        "selector": "top_k",
+        "schedule": "prompt_end",
+        "values": "device",
+        "attend": "all",
+    }
     kind: Literal["streaming"] = "streaming"
-    mask: tuple[tuple[float, ...], ...] | None = None
+    mask: Scores | None = None
     share: float = Field(default=0.5, ge=0, le=1)
     sinks: int | None = Field(default=None, ge=0, lt=2**31)
     recent: int | None = Field(default=None, ge=1, lt=2**31)
@@ -76,18 +68,12 @@ class StreamingHeads(Heads):
     @model_validator(mode="before")
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
-        """Replace the name of a folder by what it holds, so that other processes open no file."""
-        if not isinstance(data, Mapping):
+        """Replace the name of a folder by what it holds."""
+        data, found = with_scores(data, "mask")
+        if found is None:
             return data
-        if isinstance(mask := data.get("mask"), list):  # of YAML or JSON
-            rows = (tuple(row) if isinstance(row, list) else row for row in mask)
-            return {**data, "mask": tuple(rows)}
-        if not isinstance(mask, str):
-            return data
-        found = read_scores(Path(mask).expanduser())
-        sizes = {"sinks": found.sinks, "recent": found.recent}
         given = {key: value for key, value in data.items() if value is not None}
-        return {**sizes, **given, "mask": found.scores}
+        return {"sinks": found.sinks, "recent": found.recent, **given}
 
     @model_validator(mode="after")
     def _check_mask(self) -> StreamingHeads:
@@ -117,7 +103,7 @@ class StreamingHeads(Heads):
         return chosen
 
     def plan(
-        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> RetentionPlan:
         """Plan the prompt's end: sinks and recent tokens in each lane that streams."""
         sinks, recent = self.kept_tokens
@@ -133,13 +119,7 @@ class StreamingHeads(Heads):
 
     def check(self, policy: Policy) -> None:
         """Refuse parts that would have no effect, or were not tried with lengths of heads."""
-        for section, kind in _PLAIN.items():
-            if (found := getattr(policy, section).kind) != kind:
-                raise ValueError(
-                    f"policy {policy.name!r} has streaming heads, which go with {section} {kind!r} "
-                    f"alone so far, not {found!r}: leave {section} out"
-                    + (", but for scorer: recency" if section == "scorer" else "")
-                )
+        self.check_parts(policy)
         if policy.chunk.tokens:
             raise ValueError(
                 f"policy {policy.name!r} has streaming heads, which evict at the prompt's end "
@@ -159,24 +139,6 @@ class StreamingHeads(Heads):
                 "effect: leave it out; heads.share, heads.sinks and heads.recent say what is kept"
             )
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError unless the mask has as many numbers as there are lanes."""
-        if self.mask is not None:
-            check_lanes("heads.mask", self.mask, num_layers)
-
-    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
-        """Raise ValueError unless the mask is for a model of this shape."""
-        if self.mask is not None:
-            check_heads("heads.mask", self.mask, num_layers, num_kv_heads, num_heads)
-
-    def check_hybrid(self, policy: Policy) -> None:
-        """Refuse models of which some layers do not evict, or read another layer's cache."""
-        raise ValueError(
-            f"policy {policy.name!r} gives each KV head a length of its own (heads), which goes "
-            "with models of which every layer has full attention and a cache of its own alone so "
-            "far: choose a policy without `heads`"
-        )
-
     def why_not_shareable(self, policy: Policy) -> str | None:
         """Refuse prefix caching, and with it sessions and the host cache."""
         return "bundles of blocks whose tables are those of single heads do not exist yet"
@@ -190,9 +152,3 @@ class StreamingHeads(Heads):
                 "DuoAttention publishes for the model, and add --kv-policy-args "
                 '\'{"mask": "FOLDER"}\''
             )
-
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Refuse what was not tried together with tables of single heads."""
-        from vllm_pyramid.methods.streaming_heads.refusals import check_config
-
-        check_config(policy, config)

@@ -81,14 +81,14 @@ def check_flags(args: argparse.Namespace) -> None:
         unused += ("probe", "output")
         if not args.mask.endswith(".json"):
             unused += ("sinks", "recent")  # the folder has its own
-    if args.heads and args.probe == "mean" and args.prompts is None:
-        raise ValueError("--probe mean looks at texts: add --prompts, or leave --probe out")
     given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]
     if given and not args.heads:
         raise ValueError(f"{', '.join(given)} without --heads would have no effect: leave it out")
     if given:
         other = "--mask" if args.mask is not None and not set(_OTHERS) & set(given) else "--heads"
         raise ValueError(f"{', '.join(given)} does not go with {other}: leave it out")
+    if args.probe == "mean" and args.prompts is None:
+        raise ValueError("--probe mean looks at texts: add --prompts, or leave --probe out")
     for name, least, most in (("share", 0, 1), ("sinks", 0, None), ("recent", 1, None)):
         value = getattr(args, name)
         if value is not None and not (least <= value and (most is None or value <= most)):
