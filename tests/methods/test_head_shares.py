@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -62,6 +62,7 @@ class AcrossHeads(Scorer):
 # Lengths ------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(20, 400), st.sampled_from([1.0, 1.005, 1.2, 2, 10.0]))
 def test_lengths_are_those_of_head_kv(seed: int, budget: int, beta: float) -> None:
     """Where no head's share is longer than the prompt, which their code does not divide again."""

@@ -123,6 +123,20 @@ def test_what_each_head_keeps(prompt_len: int, fill_blocks: bool) -> None:
     assert end.budget_tokens == -(-int(end.keep.sum()) // 6)
 
 
+@pytest.mark.parametrize("prompt_len", [4004, 4005, 20_000, 20_004, 20_010, 60_000])
+def test_razor_attention_keeps_a_fifth_of_long_prompts(prompt_len: int) -> None:
+    """Section 4.1: S0 sinks, and the larger of 4,000 tokens and a fifth of the prompt."""
+    policy = load_policy("razorattention", None, {"heads.mask": MASK, "fill_blocks": False})
+    end = plan_of(policy, prompt_len, 6, 32).end
+    short = min(prompt_len, 4 + max(4000, prompt_len // 5))
+    # 15 % of 6 heads are 1, the one with the highest score.
+    assert end.keep.tolist() == [prompt_len] + [short] * 5
+    assert (end.front == 4).all() and (end.recent == max(4000, prompt_len // 5)).all()
+    longer = load_policy("razorattention", None, {"heads.mask": MASK, "recent_share": 0.5})
+    kept = plan_of(longer, 40_000, 6, 1).end.keep
+    assert kept.tolist() == [40_000] + [20_004] * 5
+
+
 def test_twice_as_many_requests_at_8k() -> None:
     """Half of the heads stream (128 + 256): 52 % of the blocks, in pages of the same bytes."""
     plan = plan_of(streaming(), 8192, LAYERS * HEADS, BLOCK * HEADS)
@@ -206,6 +220,7 @@ def test_the_same_tokens_as_duo_attention_press(prompt_len: int) -> None:
         ({"heads.mask": [[1.0], [0.5, 0.5]]}, "equally many numbers for each layer"),
         ({"heads.mask": "/nowhere"}, "cannot read the scores of heads in /nowhere"),
         ({"heads.share": 1.5}, "less than or equal to 1"),
+        ({"heads.recent_share": 1.5}, "less than or equal to 1"),
     ],
 )
 def test_policies_that_cannot_have_streaming_heads(args: dict[str, Any], message: str) -> None:

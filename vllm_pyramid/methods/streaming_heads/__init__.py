@@ -4,7 +4,8 @@
     retrieval head    [ everything ........................................... ][ generated ]
     streaming head    [ sinks ]                                      [ recent  ][ generated ]
 
-DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891): the heads that look far back
+DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891, without its compensation
+token): the heads that look far back
 are found once for a model, by a mask that is trained or by a probe (`vllm-pyramid calibrate
 --heads`). Nothing depends on the prompt, so a later question loses nothing that a streaming head
 would have been asked for.
@@ -47,6 +48,7 @@ class StreamingHeads(SplitHeads):
         share: of the KV heads that keep everything; of equal scores the lower layer's and head's.
         sinks: the first tokens, that a streaming head keeps. None: the folder's, else 128.
         recent: the last tokens of the prompt, that it keeps. None: the folder's, else 256.
+        recent_share: of the prompt, in [0, 1]: that many last tokens stay, if they are more.
     """
 
     has_budget: ClassVar[bool] = False
@@ -64,6 +66,7 @@ class StreamingHeads(SplitHeads):
     share: float = Field(default=0.5, ge=0, le=1)
     sinks: int | None = Field(default=None, ge=0, lt=2**31)
     recent: int | None = Field(default=None, ge=1, lt=2**31)
+    recent_share: float = Field(default=0.0, ge=0, le=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -83,7 +86,7 @@ class StreamingHeads(SplitHeads):
 
     @property
     def kept_tokens(self) -> tuple[int, int]:
-        """The first and the last tokens of a prompt that a streaming head keeps."""
+        """The first and the least last tokens of a prompt that a streaming head keeps."""
         return (
             SINKS if self.sinks is None else self.sinks,
             RECENT if self.recent is None else self.recent,
@@ -107,6 +110,7 @@ class StreamingHeads(SplitHeads):
     ) -> RetentionPlan:
         """Plan the prompt's end: sinks and recent tokens in each lane that streams."""
         sinks, recent = self.kept_tokens
+        recent = max(recent, int(self.recent_share * prompt_len))
         whole = self.keeps_everything(num_lanes)
         keep = np.where(whole, prompt_len, min(prompt_len, sinks + recent))
         mean = -(-int(keep.sum()) // num_lanes)
@@ -136,7 +140,7 @@ class StreamingHeads(SplitHeads):
         if budget.percent != 100:
             raise ValueError(
                 f"policy {policy.name!r} has streaming heads, so a budget of {budget} has no "
-                "effect: leave it out; heads.share, heads.sinks and heads.recent say what is kept"
+                "effect: leave it out; heads.share, heads.sinks, heads.recent and heads.recent_share say what is kept"
             )
 
     def why_not_shareable(self, policy: Policy) -> str | None:
