@@ -140,7 +140,8 @@ class StreamingHeads(SplitHeads):
         if budget.percent != 100:
             raise ValueError(
                 f"policy {policy.name!r} has streaming heads, so a budget of {budget} has no "
-                "effect: leave it out; heads.share, heads.sinks, heads.recent and heads.recent_share say what is kept"
+                "effect: leave it out; heads.share, heads.sinks, heads.recent and "
+                "heads.recent_share say what is kept"
             )
 
     def why_not_shareable(self, policy: Policy) -> str | None:
