@@ -139,6 +139,7 @@ def test_files_travel_as_numbers_and_query_heads_have_a_mean(tmp_path: Path) -> 
         ({"scorer": "accumulated_attention"}, "gathers numbers in every step"),
         ({"scorer": "none"}, "ranks nothing"),
         ({"scorer": f"{__name__}:AcrossHeads"}, "does not say that it looks at each KV head"),
+        ({"selector": "top_k_shared"}, "go with selector 'top_k' alone"),
         ({"allocator": "arithmetic"}, "go with allocator 'uniform' alone"),
         ({"scorer": "recency", "schedule": "interval"}, "go with schedule 'prompt_end' alone"),
         ({"values": "host"}, "go with values 'device' alone"),

@@ -41,6 +41,7 @@ class HeadShares(SplitHeads):
     scored: ClassVar[str] = "scores"
     plain: ClassVar[Mapping[str, str]] = {
         "allocator": "uniform",
+        "selector": "top_k",
         "schedule": "prompt_end",
         "values": "device",
         "attend": "all",
