@@ -45,8 +45,8 @@ class SplitHeads(Heads):
         for section, kind in self.plain.items():
             if (found := getattr(policy, section).kind) != kind:
                 raise ValueError(
-                    f"policy {policy.name!r} has {self.kind} heads, which go with {section} "
-                    f"{kind!r} alone so far, not {found!r}: leave {section} out"
+                    f"policy {policy.name!r} has heads of kind {self.kind!r}, which go with "
+                    f"{section} {kind!r} alone so far, not {found!r}: leave {section} out"
                     + (f", but for scorer: {kind}" if section == "scorer" else "")
                 )
 
