@@ -184,10 +184,7 @@ def test_what_the_host_cache_cannot_store(
         ({"nnodes": 2}, "ranks on several hosts"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo xxhash"),
-        (
-            {"own": {"kv_policy": "select", "kv_policy_args": OWN_PAGES}},
-            "a page scorer of your own",
-        ),
+        ({"own": OWN_PAGES}, "a page scorer of your own"),
     ],
 )
 def test_what_does_not_survive_a_restart(
