@@ -17,6 +17,11 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.engine
 
+OWN_PAGES = {
+    "kv_policy": "select",
+    "kv_policy_args": {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}},
+}
+
 
 def _config(model: Path, policy: dict[str, Any] | None = None, **arguments: Any) -> Any:
     """What an engine would be built from."""
@@ -163,7 +168,6 @@ def test_policies_that_pipeline_stages_cannot_serve(
         ("pyramidkv", {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ("h2o", {}, "a policy without prefix caching"),
         ("kcache", {}, "V in host memory"),
-        ("select", {}, "a policy that selects pages"),
     ],
 )
 def test_what_the_host_cache_cannot_store(
@@ -179,6 +183,7 @@ def test_what_the_host_cache_cannot_store(
         ({"nnodes": 2}, "ranks on several hosts"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo xxhash"),
+        ({"own": OWN_PAGES}, "a page scorer of your own"),
     ],
 )
 def test_what_does_not_survive_a_restart(
@@ -191,6 +196,8 @@ def test_what_does_not_survive_a_restart(
     """A hash that begins with a random number does where the number is set."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     own = {"kv_policy": "pyramidkv", "kv_host_cache": 0.01, "kv_host_cache_dir": str(tmp_path)}
+    arguments = dict(arguments)
+    own |= arguments.pop("own", {})
     with pytest.raises(ValueError, match=f"--kv-host-cache-dir and {reason}"):
         _config(random_model, own, **arguments)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
