@@ -326,6 +326,7 @@ def test_memory_that_the_machine_does_not_have(tiny_model: Callable[[str], Path]
         LLM(str(tiny_model("mistral")), skip_tokenizer_init=True, **SNAPKV, kv_host_cache=100000)
 
 
+@pytest.mark.usefixtures("prepared_programs")
 def test_a_conversation_goes_on_after_kill_9(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
