@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm_pyramid.plan import EvictionPoint, RetentionPlan
+from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.heads import Heads
 
@@ -21,7 +21,7 @@ class AnyLengths(Heads):
     kind: str = KIND
 
     def plan(
-        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> RetentionPlan:
         random = np.random.default_rng((prompt_len, num_lanes))
         keep = random.integers(1, prompt_len + 1, num_lanes)

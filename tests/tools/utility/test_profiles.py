@@ -209,6 +209,7 @@ def test_the_command_writes_a_policy(
     auto = load_policy("auto")
     same = set(type(policy).model_fields) - {"name", "description", "allocator"}
     assert policy.model_dump(include=same) == auto.model_dump(include=same)
+    model.prepare(auto)
     gains = [model.gains(ids_of(n, n), auto, 3) for n in lengths]
     rows = [rows_of(relative(one) if own else one) for one in gains]
     wanted = np.mean(rows, axis=0)

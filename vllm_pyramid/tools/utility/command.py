@@ -152,7 +152,7 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]], output: 
             f"a prompt and its answer of --horizon {horizon} have {longest} tokens, and the model "
             f"has {model.longest} positions: take shorter ones"
         )
-    model.check_scorer(policy)
+    model.prepare(policy)
     console = Console()
     gains, rows = [], []
     with Progress(console, len(texts)) as progress:

@@ -7,6 +7,7 @@ Shape legend: T tokens of the prompt, N of the answer, H query heads, G KV heads
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class UtilityModel(HeadModel):
     """A model of Transformers whose layers all have plain attention and an output projection.
 
     Attributes:
-        shape: its sizes in words. query_heads: H.
+        shape: its sizes in words.
 
     Raises:
         ValueError: it cannot be loaded, or its layers do not all have plain attention.
@@ -54,31 +55,35 @@ class UtilityModel(HeadModel):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         config = self._model.config
-        self.query_heads = int(config.num_attention_heads)
         self.shape = shape_of(config.get_text_config())
-        # Those that `HeadModel` found.
-        own = [
-            module for module in self._model.modules() if hasattr(module, "num_key_value_groups")
-        ]
-        projections: list[Any] = [getattr(module, "o_proj", None) for module in own]
+        projections: list[Any] = [getattr(module, "o_proj", None) for module in self._attentions]
         if None in projections:
             raise ValueError(f"{name}: the output projections of its layers were not found")
-        shape = (self.query_heads, -1)
+        shape = (self.heads, -1)
         self._scale = 1.0
+        self._turns: Rotary | None = None
         with torch.inference_mode():
             self._outputs = [
                 output_factors(linear.weight.unflatten(1, shape).transpose(0, 1))
                 for linear in projections
             ]
-            self._rotary = self._rotations()
 
-    def check_scorer(self, policy: Policy) -> None:
-        """Raise ValueError if the policy's scorer needs what was not found of the model."""
-        if policy.scorer.needs_rotary and self._rotary is None:
+    def prepare(self, policy: Policy) -> None:
+        """Find what the policy's scorer needs of the model, before `gains`.
+
+        Raises:
+            ValueError: it needs the rotary embedding, which was not found.
+        """
+        if not policy.scorer.needs_rotary:
+            return
+        try:
+            turns = self._rotary(self.longest + _FUTURE)
+        except ValueError as error:
             raise ValueError(
                 f"policy {policy.name!r} has the scorer {policy.scorer.kind!r}, which needs the "
                 "rotary embedding, and this model's was not found: choose another policy"
-            )
+            ) from error
+        self._turns = replace(turns, cos_sin=turns.cos_sin.to(self._model.device))
 
     @torch.inference_mode()
     def gains(self, ids: Sequence[int], policy: Policy, horizon: int) -> Reals:
@@ -86,6 +91,8 @@ class UtilityModel(HeadModel):
 
         Place i has the sum over the KV heads of what the token in place i of each was worth, since
         a layer's heads keep equally many tokens.
+
+        Call `prepare` with the policy first.
 
         Args:
             ids: the prompt; longer than the policy's window and sinks.
@@ -158,7 +165,7 @@ class UtilityModel(HeadModel):
             num_tokens=tokens,
             window=policy.window,
             sinks=policy.sinks,
-            num_query_heads=self.query_heads,
+            num_query_heads=self.heads,
             num_kv_heads=heads,
             head_size=size,
             first_kv_head=0,
@@ -172,21 +179,11 @@ class UtilityModel(HeadModel):
             block_row=torch.arange(blocks, dtype=torch.int32, device=keys.device),
             last_position=tokens - 1,
             prompt_len=tokens,
-            rotary=self._rotary,
-            knows_rotary=self._rotary is not None,
+            rotary=self._turns,
+            knows_rotary=policy.scorer.needs_rotary,
             output=self._outputs[index] if policy.scorer.needs_output else None,
             asks_ranks=policy.scorer.asks_ranks,
         )
-
-    def _rotations(self) -> Rotary | None:
-        """Return the model's rotary embedding, or None if it is not where Llama's is."""
-        module: Any = getattr(getattr(self._model, "model", None), "rotary_emb", None)
-        if module is None:
-            return None
-        device = self._model.device
-        positions = torch.arange(self.longest + _FUTURE, device=device)[None]
-        both = module(torch.zeros(1, device=device), positions)
-        return Rotary(torch.cat([x[0, :, : x.shape[-1] // 2] for x in both], dim=-1))
 
 
 def utilities(
