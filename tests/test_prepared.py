@@ -119,10 +119,10 @@ def test_engines_processes_are_forked_unless_a_test_wants_a_users_start(
     variables: dict[str, str], method: str
 ) -> None:
     env = {**os.environ, **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split()[-1] == method, done.stderr
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = popen([sys.executable, "-c", FORKS], env=env, text=True, **pipes)
+    output, errors = process.communicate(timeout=120)
+    assert output.split()[-1] == method, errors
 
 
 def test_programs_that_cannot_be_forked_are_started() -> None:
