@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.conversations import Rows, cached_tokens, conversation, run_waves
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    assert_same_tokens,
     count_preemptions,
     greedy,
     random_prompts,
@@ -136,3 +138,118 @@ def test_blocks_of_streaming_heads_serve_other_requests(
         assert ours.token_ids == reference.token_ids
         assert ours.report == reference.report
     small.check_whole()
+
+
+# Prefixes -----------------------------------------------------------------------------------------
+
+
+def caching_engine(engines: EnginePool, model: Path, **changes: Any) -> Engine:
+    return engines.get(
+        model,
+        kv_policy="duoattention",
+        kv_policy_args=ARGS,
+        kv_min_tokens=None,
+        **{**SETTINGS, "enable_prefix_caching": True, "max_num_batched_tokens": 200, **changes},
+    )
+
+
+def untouched(prompt_len: int) -> int:
+    """The tokens of which no eviction overwrites a block, in any head."""
+    return max(prompt_len - SINKS - RECENT, 0) // LANE_BLOCK * LANE_BLOCK
+
+
+def test_tokens_with_prefix_caching_are_those_without(
+    engines: EnginePool, random_model: Path
+) -> None:
+    results = {}
+    for caching in (True, False):
+        engine = caching_engine(engines, random_model, enable_prefix_caching=caching)
+        engine.shuffle_blocks(2)
+        waves = conversation()
+        waves[1].pop()  # a budget, which streaming heads do not have
+        look = Rows(engine) if caching else None
+        outcomes = [o for o in run_waves(engine, waves, look) if o.output is not None]
+        results[caching] = outcomes
+        assert look is None or look.most > 10
+    with_it, without = results[True], results[False]
+    assert_same_tokens(with_it, without)
+    assert [o.report for o in with_it] == [o.report for o in without]
+    assert not any(cached_tokens(without))
+    assert sum(cached > 0 for cached in cached_tokens(with_it)) >= 6, cached_tokens(with_it)
+
+
+def test_prefixes_are_found_up_to_what_an_eviction_overwrites(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """By the request that looks, and by the one that left them."""
+    engine = caching_engine(engines, random_model)
+    engine.llm.reset_prefix_cache()
+    prompt, other = random_prompts([500, 300], seed=11, vocab_size=2048)
+    look = Rows(engine)
+
+    def cached(tokens: list[int], **extra: Any) -> int:
+        (outcome,) = engine.run([Job(tokens, greedy(4, **extra))], look)
+        return int(outcome.output.num_cached_tokens)
+
+    assert cached(prompt) == 0
+    assert cached(prompt) == untouched(500) == 384
+    assert cached(prompt, kv_policy="full") == 384, "no other has left more"
+    assert cached(prompt, kv_policy="full") == 448, "that one has: all whole blocks"
+    assert cached(prompt) == 384
+    assert cached(prompt[:300]) == untouched(300) == 192
+    assert cached(prompt[:50]) == 0, "less than a block"
+    assert cached([*prompt, *other]) == 448
+    assert cached([*prompt, *other]) == untouched(800) == 704
+    assert cached(other) == 0
+    assert engine.llm.reset_prefix_cache() and cached(prompt) == 0
+    engine.check_whole()
+
+
+def test_heads_that_keep_everything_share_behind_the_eviction(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """Two requests with one prompt hold the shared blocks of these heads once, others' never."""
+    engine = caching_engine(engines, random_model)
+    engine.llm.reset_prefix_cache()
+    (prompt,) = random_prompts([600], seed=12, vocab_size=2048)
+    shared = untouched(600) // LANE_BLOCK
+    held: list[tuple[int, int]] = []
+
+    def count(engine: Engine) -> None:
+        coordinator = engine.coordinator
+        names = [request.request_id for request in engine.scheduler.running]
+        if len(names) == 2 and all(map(coordinator.plans.has_evicted, names)):
+            of_both = sum(sum(coordinator.blocks_held(name)) for name in names)
+            held.append((of_both, int(coordinator.counters.held_blocks.sum())))
+
+    jobs = [Job(prompt, greedy(8)), Job(prompt, greedy(8), arrival=4)]
+    outcomes = engine.run(jobs, count)
+    assert outcomes[0].token_ids == outcomes[1].token_ids
+    assert cached_tokens(outcomes) == [0, shared * LANE_BLOCK]
+    of_lanes = LAYERS * HEADS // 2
+    blocks = -(-600 // LANE_BLOCK)
+    assert held[0] == (
+        2 * of_lanes * (2 * blocks - shared),
+        of_lanes * (2 * (2 * blocks - shared) - shared),
+    )
+    engine.check_whole()
+
+
+def test_preempted_requests_find_their_prefixes_again(
+    engines: EnginePool, random_model: Path
+) -> None:
+    system, *tails = random_prompts([200, *range(60, 180, 20)], seed=13, vocab_size=2048)
+    jobs = [
+        Job([*system, *tail], greedy(100, logprobs=2), arrival=2 * i)
+        for i, tail in enumerate(tails)
+    ]
+    found = {}
+    for blocks in (4000, 1 + LAYERS * HEADS * 24):
+        engine = caching_engine(
+            engines, random_model, kv_admission="prompt", num_gpu_blocks_override=blocks
+        )
+        with count_preemptions(engine) as count:
+            found[blocks] = run_waves(engine, [jobs], Rows(engine))
+        assert bool(count["evicted"]) == (blocks < 4000), count
+    many, few = found.values()
+    assert_same_tokens(few, many)

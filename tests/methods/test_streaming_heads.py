@@ -209,7 +209,7 @@ def test_no_budget_and_no_floor() -> None:
         ({"kv_budget": 100}, "a budget of 100 has no effect"),
         ({"kv_min_tokens": 100}, "kv_min_tokens has no effect"),
         ({"kv_keep": [0, 4]}, "kv_keep does not go with policy 'duoattention'"),
-        ({"kv_turns": [10]}, "tables are those of single heads"),
+        ({"kv_turns": [10]}, "each KV head has a length of its own are not saved"),
     ],
 )
 def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], message: str) -> None:

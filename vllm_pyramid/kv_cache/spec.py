@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_pyramid.compat.cache_specs import register_stock_specs
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
+from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.served_settings import ServedSettings
 
@@ -30,6 +31,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
         model_layer: the model's own number of it.
         stages: layers that evict in each pipeline stage; empty: there is one stage.
         lanes: KV heads with a block table of their own (`HeadKVCacheSpec`); 1: all share one.
+        whole: which of these never evict; empty: any may.
     """
 
     layer_idx: int
@@ -37,6 +39,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
     model_layer: int
     stages: tuple[int, ...] = ()
     lanes: int = 1
+    whole: tuple[bool, ...] = ()
 
     @property
     def full_block_size(self) -> int:
@@ -117,11 +120,18 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
     """
 
     @classmethod
-    def of(cls, spec: LayerKVCacheSpec) -> Self:
-        """Return the spec of the same layer with a table for each KV head."""
+    def of(cls, spec: LayerKVCacheSpec, heads: Heads | None = None) -> Self:
+        """Return the spec of the same layer with a table for each KV head.
+
+        Args:
+            heads: the policy's, which says which of them never evict.
+        """
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
-        heads = spec.num_kv_heads
-        own = {"block_size": heads * spec.block_size, "num_kv_heads": 1, "lanes": heads}
+        lanes = spec.num_kv_heads
+        own = {"block_size": lanes * spec.block_size, "num_kv_heads": 1, "lanes": lanes}
+        if heads is not None:
+            whole = heads.keeps_everything(spec.num_layers * lanes)
+            own["whole"] = tuple(whole.reshape(-1, lanes)[spec.layer_idx].tolist())
         made = cls(**values | own)
         assert made.page_size_bytes == spec.page_size_bytes, (made, spec)
         return made

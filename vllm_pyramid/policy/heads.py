@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -37,6 +40,13 @@ class Heads(Component):
 
     def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
         """Raise ValueError if this part is made for a model of another shape."""
+
+    def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
+        """Return which lanes no prompt ever evicts from, `[num_lanes]`.
+
+        Their blocks stay shared behind an eviction, and the plans say so (`RetentionPlan.whole`).
+        """
+        return np.zeros(num_lanes, bool)
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int

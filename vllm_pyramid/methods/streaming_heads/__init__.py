@@ -122,7 +122,7 @@ class StreamingHeads(Heads):
         end = EvictionPoint.of(
             *(prompt_len, block_size, mean, keep, policy.fill_blocks), front=sinks, recent=recent
         )
-        return RetentionPlan((end,))
+        return RetentionPlan((end,), whole=whole)
 
     # Answers of a part --------------------------------------------------------------------------
 
@@ -181,9 +181,9 @@ class StreamingHeads(Heads):
             "far: choose a policy without `heads`"
         )
 
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Refuse prefix caching, and with it sessions and the host cache."""
-        return "bundles of blocks whose tables are those of single heads do not exist yet"
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse sessions."""
+        return "states of which each KV head has a length of its own are not saved yet"
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without a mask, unless all heads are alike."""
