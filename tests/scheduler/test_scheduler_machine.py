@@ -467,6 +467,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks, ids, offsets = iter(row.blocks), [], []
         pool_size = self.worker.num_blocks + 1
         for layer, (count, size) in layers:
+            if not count:  # a lane of the other kind
+                continue
             own = [next(blocks).block_id for _ in range(count)]
             stage = 0 if beside else self.setup.stage_of[layer]
             ids.append(np.repeat(own, size) + stage * pool_size)
