@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,96 @@ def test_preempted_requests_find_their_prefixes_again(
         assert bool(count["evicted"]) == (blocks < 4000), count
     many, few = found.values()
     assert_same_tokens(few, many)
+
+
+# Evictions inside the prompt ----------------------------------------------------------------------
+
+CHUNK = 200
+
+
+class ChunkedHeads(HuggingFaceModel):
+    """A model whose streaming heads see sinks, the recent tokens before a chunk, and the chunk.
+
+    Args:
+        whole: `[layers, heads]`, which heads see everything. prompt_len: behind it comes no point.
+    """
+
+    def __init__(self, path: str, whole: np.ndarray, prompt_len: int) -> None:
+        super().__init__(path)
+        self.streams, self.prompt_len = torch.from_numpy(~whole), prompt_len
+
+    def visible(self, layer: int, kv_heads: int, total: int) -> torch.Tensor:
+        seen = super().visible(layer, kv_heads, total)
+        points = range(0, self.prompt_len - 1, CHUNK)
+        for start, end in pairwise([*points, self.prompt_len, max(total, self.prompt_len)]):
+            gone = max(start - SINKS - RECENT, 0) // LANE_BLOCK * LANE_BLOCK
+            hidden = seen[self.streams[layer]]
+            hidden[:, start:end, SINKS : SINKS + gone] = False
+            seen[self.streams[layer]] = hidden
+        return seen
+
+
+def chunked_engine(engines: EnginePool, model: Path, **changes: Any) -> Engine:
+    args = {**ARGS, "chunk.tokens": CHUNK}
+    return engines.get(
+        model,
+        kv_policy="duoattention",
+        kv_policy_args=args,
+        kv_min_tokens=None,
+        **{**SETTINGS, **changes},
+    )
+
+
+def test_a_chunk_sees_sinks_recent_tokens_and_itself(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """By a model whose attention sees that alone, in prefill too."""
+    engine = chunked_engine(engines, random_model)
+    whole = np.zeros(LAYERS * HEADS, bool)
+    whole[np.argsort(-np.array(MASK).ravel())[: LAYERS * HEADS // 2]] = True
+    engine.shuffle_blocks(3)
+    differs = 0
+    for outcome in engine.run(jobs()):
+        prompt = outcome.job.prompt
+        model = ChunkedHeads(str(random_model), whole.reshape(LAYERS, HEADS), len(prompt))
+        tokens = [*prompt, *outcome.token_ids][:-1]
+        expected = model.forward(tokens)[len(prompt) - 1 :]
+        assert outcome.token_ids == expected.argmax(dim=-1).tolist(), len(prompt)
+        for row, (token, ours) in enumerate(zip(outcome.token_ids, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(expected[row, token]), abs=2e-4)
+        if outcome.report["inner_evictions"]:  # points count: without them the first token differs
+            differs += 1
+            dense = HuggingFaceModel(str(random_model)).forward(prompt)[-1]
+            assert float((dense - expected[0]).abs().max()) > 1e-3
+    assert differs >= 3
+    engine.check_whole()
+
+
+def test_the_peak_is_what_the_plan_says(engines: EnginePool, random_model: Path) -> None:
+    """A prompt of 700 tokens in a pool that could not hold it whole; prefixes up to a point."""
+    (prompt,) = random_prompts([700], seed=14, vocab_size=2048)
+    large = chunked_engine(engines, random_model)
+    of_lanes, held = LAYERS * HEADS // 2, []
+    # At 600 tokens, the ones before 400 of which a streaming head has kept 56 and less than a
+    # block; at 700 and behind, retrieval heads hold more and the others less.
+    peak = of_lanes * (10 + 10 - (400 - SINKS - RECENT) // LANE_BLOCK)
+
+    def count(engine: Engine) -> None:
+        held.append(int(engine.coordinator.counters.held_blocks.sum()))
+
+    (alone,) = large.run([Job(prompt, greedy(12, logprobs=2))], count)
+    assert max(held) == peak < LAYERS * HEADS * 11
+    small = chunked_engine(
+        engines,
+        random_model,
+        max_model_len=720,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=1 + LAYERS * HEADS * 9,  # whole it would take 12 of each
+    )
+    look = Rows(small)
+    for cached in (0, (CHUNK - SINKS - RECENT) // LANE_BLOCK * LANE_BLOCK):
+        (outcome,) = small.run([Job(prompt, greedy(12, logprobs=2))], look)
+        assert outcome.output.num_cached_tokens == cached
+        assert_same_tokens([outcome], [alone])
+        assert outcome.report == alone.report
+    small.check_whole()

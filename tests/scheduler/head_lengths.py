@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_pyramid.methods.streaming_heads import StreamingHeads
 from vllm_pyramid.plan import EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.heads import Heads
 
 KIND, SOME_KIND = f"{__name__}:AnyLengths", f"{__name__}:SomeLengths"
+CHUNKED_KIND = f"{__name__}:ChunkedHeads"
 
 
 class AnyLengths(Heads):
@@ -40,3 +42,22 @@ class SomeLengths(AnyLengths):
 
     def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
         return np.arange(num_lanes) % 2 == 0
+
+
+class ChunkedHeads(StreamingHeads):
+    """Streaming heads of any model, for requests with any budget: every second head streams."""
+
+    kind: str = CHUNKED_KIND
+
+    @property
+    def kept_tokens(self) -> tuple[int, int]:
+        return 2, 5
+
+    def check_budget(self, *args: Any) -> None:
+        pass
+
+    def prepare_args(self, *args: Any) -> None:
+        pass
+
+    def check_config(self, *args: Any) -> None:
+        pass

@@ -40,6 +40,7 @@ from tests.scheduler.harness import (
     make_scheduler,
 )
 from tests.scheduler.harness import Row as WorkerRow
+from tests.scheduler.head_lengths import CHUNKED_KIND as CHUNKED_HEADS
 from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
 from tests.scheduler.head_lengths import SOME_KIND as SOME_LENGTHS
 from vllm_pyramid.compat.side_channel import read_report
@@ -1113,6 +1114,12 @@ SHARED_LANES: dict[str, Any] = {
     "policy_args": (("heads", SOME_LENGTHS),),
     "prefix_caching": True,
 }
+# Evictions inside the prompt of the heads that stream.
+CHUNKED_LANES: dict[str, Any] = {
+    **LANES,
+    "policy_args": (("heads", CHUNKED_HEADS), ("chunk.tokens", 24)),
+    "max_model_len": 192,
+}
 VARIANTS |= {
     "sync-shared-heads": Setup(lanes=2, **SHARED_LANES, **SMALL),
     "async-shared-heads": Setup(lanes=3, block_size=6, asynchronous=True, **SHARED_LANES, **SMALL),
@@ -1120,6 +1127,16 @@ VARIANTS |= {
         lanes=2, asynchronous=True, priorities=True, reserve_full_prompt=False, **SHARED_LANES
     ),
     "sync-shared-forecast-heads": Setup(lanes=2, admission="forecast", **SHARED_LANES, **SMALL),
+    "sync-heads-inside": Setup(lanes=2, reserve_full_prompt=False, **CHUNKED_LANES),
+    "async-shared-heads-inside": Setup(
+        lanes=3,
+        block_size=6,
+        prefix_caching=True,
+        asynchronous=True,
+        reserve_full_prompt=False,
+        **CHUNKED_LANES,
+        **SMALL,
+    ),
     "sync-shared-heads-all": Setup(lanes=2, prefix_caching=True, **LANES, **SMALL),
 }
 
@@ -1197,7 +1214,7 @@ def test_machine(variant: str, seed: int) -> None:
     Machine.setup = setup
     happenings = ["evicted", "mixed steps"]
     if setup.prefix_caching:
-        rare = "inside" in variant or setup.lanes > 1 and "all" in variant
+        rare = "inside" in variant or (setup.lanes > 1 and "all" in variant)
         happenings += ["hits"] if rare else ["hits", "twins"]
         copies = "swapped" not in variant and not setup.lanes > 1
         happenings += ["copied"] if copies and "whole" not in variant else []

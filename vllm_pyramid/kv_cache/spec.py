@@ -137,8 +137,13 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
         return made
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return what the longest prompt takes of all heads: nothing goes before its end."""
-        return self.lanes * super().max_memory_usage_bytes(vllm_config)
+        """Return what the longest prompt takes of all heads when all layers hold most."""
+        settings = ServedSettings.of(vllm_config)
+        if settings is None or settings.policy.inner_policy is None:
+            return self.lanes * super().max_memory_usage_bytes(vllm_config)
+        longest, lanes = vllm_config.model_config.max_model_len, self.num_layers * self.lanes
+        blocks = peak_blocks_up_to(settings.policy, longest, lanes, self.block_size)
+        return int(blocks.reshape(-1, self.lanes)[self.layer_idx].sum()) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Return the entries of a request's table, those of all heads."""

@@ -9,8 +9,17 @@ are found once for a model, by a mask that is trained or by a probe (`vllm-pyram
 --heads`). Nothing depends on the prompt, so a later question loses nothing that a streaming head
 would have been asked for.
 
-Streaming heads see the whole prompt while it is processed, and evict at its end. Behind it they
-keep what is generated, as other methods here do; the papers let the window slide on.
+Streaming heads see the whole prompt while it is processed, and evict at its end. With
+`chunk.tokens` they evict after every so many tokens of the prompt, as DuoAttention does where it
+pre-fills in chunks (section 3): a chunk sees the sinks, the recent tokens before it, and itself, so
+prefill takes less time and memory.
+
+    tokens of the prompt     0 ............. E .............. 2 E .............. 3 E
+    retrieval head           [ everything ..........................................
+    streaming head in 3rd    [ sinks ]                [ recent ][ the chunk so far ]
+
+Behind the prompt all heads keep what is generated, as other methods here do; the papers let the
+window slide on.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.streaming_heads.score_files import read_scores
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
+from vllm_pyramid.policy.chunk import EvictionPoints
 from vllm_pyramid.policy.heads import Heads
 
 if TYPE_CHECKING:
@@ -114,15 +124,24 @@ class StreamingHeads(Heads):
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int
     ) -> RetentionPlan:
-        """Plan the prompt's end: sinks and recent tokens in each lane that streams."""
+        """Plan sinks and recent tokens in each lane that streams, at points and at the end."""
         sinks, recent = self.kept_tokens
         whole = self.keeps_everything(num_lanes)
-        keep = np.where(whole, prompt_len, min(prompt_len, sinks + recent))
-        mean = -(-int(keep.sum()) // num_lanes)
-        end = EvictionPoint.of(
-            *(prompt_len, block_size, mean, keep, policy.fill_blocks), front=sinks, recent=recent
+
+        def point(computed: int, fill_blocks: bool) -> EvictionPoint:
+            keep = np.where(whole, computed, min(computed, sinks + recent))
+            mean = -(-int(keep.sum()) // num_lanes)
+            return EvictionPoint.of(
+                *(computed, block_size, mean, keep, fill_blocks), front=sinks, recent=recent
+            )
+
+        plan = RetentionPlan((point(prompt_len, policy.fill_blocks),), whole=whole)
+        if not plan.evicts:
+            return plan
+        # Points fill blocks: the kernels score whole ones.
+        return plan.with_inner(
+            [point(computed, True) for computed in policy.chunk.points(policy, prompt_len)]
         )
-        return RetentionPlan((end,), whole=whole)
 
     # Answers of a part --------------------------------------------------------------------------
 
@@ -135,10 +154,10 @@ class StreamingHeads(Heads):
                     f"alone so far, not {found!r}: leave {section} out"
                     + (", but for scorer: recency" if section == "scorer" else "")
                 )
-        if policy.chunk.tokens:
+        if policy.chunk != EvictionPoints(tokens=policy.chunk.tokens):
             raise ValueError(
-                f"policy {policy.name!r} has streaming heads, which evict at the prompt's end "
-                "alone so far: leave chunk out"
+                f"policy {policy.name!r} has streaming heads, of which heads.sinks and "
+                "heads.recent say what they keep inside the prompt, too: of chunk, set tokens alone"
             )
         if policy.sinks or policy.window:
             raise ValueError(
