@@ -53,6 +53,7 @@ def results(
                 {**llm, "additional_config": policy, "max_num_seqs": len(LENGTHS)},
                 [[*whole, *plain]],
             ),
+            PYRAMID_TEST_SPAWN="1",
         ),
     }
     try:

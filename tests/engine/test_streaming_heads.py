@@ -22,6 +22,8 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
+from vllm_pyramid.tools.cli import main
+from vllm_pyramid.tools.heads.scores import HeadScores
 
 pytestmark = pytest.mark.engine
 
@@ -108,6 +110,28 @@ def test_each_head_keeps_what_the_mask_says(engines: EnginePool, random_model: P
             other = kept_positions(n, ~whole.reshape(LAYERS, HEADS))
             wrong = model.forward(tokens[:-1], n, other)[n - 1 :]
             assert float((wrong[1:] - expected[1:]).abs().max()) > 1e-2
+    engine.check_whole()
+
+
+def test_what_the_probe_writes_is_served(
+    engines: EnginePool, random_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "heads"
+    argv = ["calibrate", "--heads", "--model", str(random_model), "-o", str(folder)]
+    assert main([*argv, "--sinks", str(SINKS), "--recent", str(RECENT)]) == 0
+    engine = engines.get(
+        random_model,
+        kv_policy="duoattention",
+        kv_policy_args={"mask": str(folder), "share": 0.25},
+        kv_min_tokens=None,
+        **SETTINGS,
+    )
+    whole = HeadScores.read(folder).mask(0.25).flatten().numpy()
+    prompt = random_prompts([700], seed=3, vocab_size=2048)[0]
+    (outcome,) = engine.run([Job(prompt, greedy(2))])
+    freed = (700 - SINKS - RECENT) // LANE_BLOCK * LANE_BLOCK
+    assert outcome.report["kept_tokens"] == np.where(whole, 700, 700 - freed).tolist()
+    assert whole.sum() == LAYERS * HEADS // 4
     engine.check_whole()
 
 
@@ -245,9 +269,13 @@ def test_preempted_requests_find_their_prefixes_again(
         for i, tail in enumerate(tails)
     ]
     found = {}
-    for blocks in (4000, 1 + LAYERS * HEADS * 24):
+    for blocks in (4000, 1 + LAYERS * HEADS * 12):  # one and a half of the greatest length
         engine = caching_engine(
-            engines, random_model, kv_admission="prompt", num_gpu_blocks_override=blocks
+            engines,
+            random_model,
+            kv_admission="prompt",
+            max_model_len=512,
+            num_gpu_blocks_override=blocks,
         )
         with count_preemptions(engine) as count:
             found[blocks] = run_waves(engine, [jobs], Rows(engine))

@@ -266,6 +266,20 @@ def test_shares_by_hand() -> None:
     assert share_out(np.array([0.0, 2.0]), 5, 7).tolist() == [3.0, 7.0]
 
 
+def test_a_floor_comes_before_shares() -> None:
+    """Half of 10 tokens each, and the pool of 10 in the ratio 1 : 4; then cut at the capacity."""
+    allocator = curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 0.5})
+    assert allocator.allocate(10, 2, 100).tolist() == [7, 13]
+    assert allocator.allocate(10, 2, 12).tolist() == [8, 12]
+    means, capacities = np.array([10, 10, 4, 5]), np.array([100, 12, 9, 5])
+    every = allocator.allocate_all(means, 2, capacities)
+    assert every.tolist() == [[7, 13], [8, 12], [3, 5], [5, 5]]
+    even = curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 1.0})
+    assert even.allocate(10, 2, 100).tolist() == [10, 10]
+    with pytest.raises(ValueError, match="floor"):
+        curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 1.5})
+
+
 def test_shares_are_of_one_model() -> None:
     allocator = curve_of({"kind": "shares", "shares": [1, 2, 3]})
     allocator.check_layers(3)

@@ -84,6 +84,25 @@ def test_the_mask_is_that_of_the_probe(share: float) -> None:
     assert heads.keeps_everything(6).tolist() == scores.mask(share).flatten().tolist()
 
 
+def test_a_mask_of_query_heads_counts_the_best_of_a_kv_head(tmp_path: Path) -> None:
+    """HeadKV's file, of a model with 3 layers of 4 query heads and 2 KV heads."""
+    numbers = np.repeat(MASK, 2, axis=1)
+    numbers[:, ::2] -= 0.35  # the second of each pair is the best
+    names = {f"{x}-{y}": [z - 1, z + 1] for (x, y), z in np.ndenumerate(numbers)}
+    (tmp_path / "heads.json").write_text(json.dumps(names))
+    policy = load_policy("duoattention", None, {"mask": str(tmp_path / "heads.json")})
+    heads, same = policy.heads, streaming(mask=MASK).heads
+    assert isinstance(heads, StreamingHeads) and isinstance(same, StreamingHeads)
+    assert heads.keeps_everything(6).tolist() == same.keeps_everything(6).tolist()
+    assert heads.kept_tokens == (128, 256)
+    assert Policy.model_validate(json.loads(json.dumps(policy.as_data()))) == policy
+    heads.check_shape(3, 2, 4)
+    heads.check_shape(3, 2)
+    for shape in ((3, 2, 8), (2, 2, 4), (3, 3, None)):
+        with pytest.raises(ValueError, match="is for 3 layers of 4 heads, and this model"):
+            heads.check_shape(*shape)
+
+
 def test_without_a_mask_heads_are_spread_evenly() -> None:
     heads = streaming(share=0.25).heads
     assert isinstance(heads, StreamingHeads)
@@ -105,6 +124,20 @@ def test_what_each_head_keeps(prompt_len: int, fill_blocks: bool) -> None:
     assert (end.skip[[0, 2, 3]] == 0).all()
     assert (end.front == 4).all() and (end.recent == 12).all()
     assert end.budget_tokens == -(-int(end.keep.sum()) // 6)
+
+
+@pytest.mark.parametrize("prompt_len", [4004, 4005, 20_000, 20_004, 20_010, 60_000])
+def test_razor_attention_keeps_a_fifth_of_long_prompts(prompt_len: int) -> None:
+    """Section 4.1: S0 sinks, and the larger of 4,000 tokens and a fifth of the prompt."""
+    policy = load_policy("razorattention", None, {"heads.mask": MASK, "fill_blocks": False})
+    end = plan_of(policy, prompt_len, 6, 32).end
+    short = min(prompt_len, 4 + max(4000, prompt_len // 5))
+    # 15 % of 6 heads are 1, the one with the highest score.
+    assert end.keep.tolist() == [prompt_len] + [short] * 5
+    assert (end.front == 4).all() and (end.recent == max(4000, prompt_len // 5)).all()
+    longer = load_policy("razorattention", None, {"heads.mask": MASK, "recent_share": 0.5})
+    kept = plan_of(longer, 40_000, 6, 1).end.keep
+    assert kept.tolist() == [40_000] + [20_004] * 5
 
 
 @settings(deadline=None, max_examples=300)
@@ -228,6 +261,7 @@ def test_the_same_tokens_as_duo_attention_press(prompt_len: int) -> None:
         ({"heads.mask": [[1.0], [0.5, 0.5]]}, "equally many numbers for each layer"),
         ({"heads.mask": "/nowhere"}, "cannot read the scores of heads in /nowhere"),
         ({"heads.share": 1.5}, "less than or equal to 1"),
+        ({"heads.recent_share": 1.5}, "less than or equal to 1"),
     ],
 )
 def test_policies_that_cannot_have_streaming_heads(args: dict[str, Any], message: str) -> None:
@@ -267,7 +301,7 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         unknown.heads.prepare_args(unknown, args)
     for policy in (streaming(mask=MASK), streaming(share=1.0), streaming(share=0.0)):
         policy.heads.prepare_args(policy, args)
-    with pytest.raises(ValueError, match="3 layers of 2 KV heads, and this model has 2 of 3"):
+    with pytest.raises(ValueError, match="3 layers of 2 heads, and this model has 2 of 3 KV"):
         streaming(mask=MASK).heads.check_shape(2, 3)
     with pytest.raises(ValueError, match="there are 8 KV heads"):
         streaming(mask=MASK).plan(100, 8, 16)
@@ -291,7 +325,9 @@ def test_configurations_that_were_not_tried(
     section: str, name: str, value: Any, message: str
 ) -> None:
     model = SimpleNamespace(
-        get_total_num_hidden_layers=lambda: 3, get_num_kv_heads=lambda parallel: 2
+        get_total_num_hidden_layers=lambda: 3,
+        get_num_kv_heads=lambda parallel: 2,
+        get_num_attention_heads=lambda parallel: 4,
     )
     config: Any = SimpleNamespace(
         model_config=model,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.methods.streaming_heads import StreamingHeads
-from vllm_pyramid.plan import EvictionPoint, RetentionPlan
+from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.heads import Heads
 
@@ -24,7 +24,7 @@ class AnyLengths(Heads):
     kind: str = KIND
 
     def plan(
-        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> RetentionPlan:
         random = np.random.default_rng((prompt_len, num_lanes))
         keep = random.integers(1, prompt_len + 1, num_lanes)

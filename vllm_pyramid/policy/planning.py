@@ -44,7 +44,7 @@ def plan_prompt(
     """
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
     policy.check_layers(num_layers)
-    of_heads = policy.heads.plan(policy, prompt_len, num_layers, block_size)
+    of_heads = policy.heads.plan(policy, prompt_len, num_layers, block_size, budget)
     if of_heads is not None:
         assert not turns, "refused by `Component.why_not_resumable`"
         return of_heads
