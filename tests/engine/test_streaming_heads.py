@@ -260,30 +260,6 @@ def test_heads_that_keep_everything_share_behind_the_eviction(
     engine.check_whole()
 
 
-def test_preempted_requests_find_their_prefixes_again(
-    engines: EnginePool, random_model: Path
-) -> None:
-    system, *tails = random_prompts([200, *range(60, 180, 20)], seed=13, vocab_size=2048)
-    jobs = [
-        Job([*system, *tail], greedy(100, logprobs=2), arrival=2 * i)
-        for i, tail in enumerate(tails)
-    ]
-    found = {}
-    for blocks in (4000, 1 + LAYERS * HEADS * 12):  # one and a half of the greatest length
-        engine = caching_engine(
-            engines,
-            random_model,
-            kv_admission="prompt",
-            max_model_len=512,
-            num_gpu_blocks_override=blocks,
-        )
-        with count_preemptions(engine) as count:
-            found[blocks] = run_waves(engine, [jobs], Rows(engine))
-        assert bool(count["evicted"]) == (blocks < 4000), count
-    many, few = found.values()
-    assert_same_tokens(few, many)
-
-
 # Evictions inside the prompt ----------------------------------------------------------------------
 
 CHUNK = 200
