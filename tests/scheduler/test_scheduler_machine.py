@@ -1106,14 +1106,6 @@ VARIANTS |= {
         lanes=2, asynchronous=True, priorities=True, reserve_full_prompt=False, **LANES
     ),
     "sync-forecast-heads": Setup(lanes=2, admission="forecast", **LANES, **SMALL),
-    "async-head-shares": Setup(
-        policy="headkv",
-        policy_args=(("scores", [[0.1, 0.7], [0.0, 0.2], [1.0, 0.3]]), ("window", 2)),
-        lanes=2,
-        num_layers=6,
-        asynchronous=True,
-        **SMALL,
-    ),
 }
 
 # The same, sharing prefixes: some heads never evict (their bundles last), or all may.
