@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from vllm_pyramid.methods.head_shares import HeadShares
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.heads import Heads
 
-KIND = f"{__name__}:AnyLengths"
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KIND, SHARES = f"{__name__}:AnyLengths", f"{__name__}:Shares"
 
 
 class AnyLengths(Heads):
@@ -29,3 +33,12 @@ class AnyLengths(Heads):
         mean = -(-int(keep.sum()) // num_lanes)
         end = EvictionPoint.of(prompt_len, block_size, mean, keep, policy.fill_blocks)
         return RetentionPlan((end,))
+
+
+class Shares(HeadShares):
+    """Divide the budget by scores, in a machine whose model is made up and has another shape."""
+
+    kind: str = SHARES  # type: ignore[assignment]
+
+    def check_config(self, policy: Policy, config: VllmConfig) -> None:
+        """Accept the configuration."""

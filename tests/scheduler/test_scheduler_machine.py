@@ -41,6 +41,7 @@ from tests.scheduler.harness import (
 )
 from tests.scheduler.harness import Row as WorkerRow
 from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
+from tests.scheduler.head_lengths import SHARES as HEAD_SHARES
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.methods.host_values import HostValues
@@ -1095,6 +1096,18 @@ VARIANTS |= {
         lanes=2, asynchronous=True, priorities=True, reserve_full_prompt=False, **LANES
     ),
     "sync-forecast-heads": Setup(lanes=2, admission="forecast", **LANES, **SMALL),
+    "async-head-shares": Setup(
+        policy="headkv",
+        policy_args=(
+            ("heads", HEAD_SHARES),
+            ("heads.scores", ((0.1, 0.7), (0.0, 0.2), (1.0, 0.3))),
+            ("window", 2),
+        ),
+        lanes=2,
+        num_layers=6,
+        asynchronous=True,
+        **SMALL,
+    ),
 }
 
 # Conversations beside windows, and beside a draft model.
