@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.plumbing.prepared import PreparedPopen, popen
+from tests.plumbing.prepared import SPAWN, PreparedPopen, popen
 from tests.plumbing.server import members
 
 pytestmark = pytest.mark.cpu
@@ -118,12 +118,15 @@ print(get_mp_context().get_start_method())
 def test_engines_processes_are_forked_unless_a_test_wants_a_users_start(
     variables: dict[str, str], method: str
 ) -> None:
-    _, output, errors = _run("-c", FORKS, env={**os.environ, **variables})
+    env = {**os.environ, **variables}
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = popen([sys.executable, "-c", FORKS], env=env, text=True, **pipes)
+    output, errors = process.communicate(timeout=120)
     assert output.split()[-1] == method, errors
 
 
 def test_programs_that_cannot_be_forked_are_started() -> None:
-    for changes in ({"OMP_NUM_THREADS": "2"}, {"PYTHONOPTIMIZE": "1"}):
+    for changes in ({"OMP_NUM_THREADS": "2"}, {"PYTHONOPTIMIZE": "1"}, {SPAWN: "1"}):
         process = popen([sys.executable, "-c", "assert 0"], env={**os.environ, **changes})
         assert not isinstance(process, PreparedPopen)
         assert process.wait(60) == (0 if "PYTHONOPTIMIZE" in changes else 1)

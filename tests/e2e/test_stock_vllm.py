@@ -46,6 +46,7 @@ def results(
             (llm, [plain]),
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             PYRAMID_CPU_PLATFORM="1",  # as if an engine with a policy had started the process
+            PYRAMID_TEST_SPAWN="1",
         ),
         "pyramidkv": Child(
             folder / "pyramidkv",

@@ -12,6 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
@@ -20,8 +22,9 @@ from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.methods.kvpress_presses import _import
 from vllm_pyramid.methods.streaming_heads import StreamingHeads
 from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES
-from vllm_pyramid.plan import Budget, RetentionPlan
+from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import check_request
 from vllm_pyramid.tools.heads.scores import HeadScores
 
@@ -137,6 +140,43 @@ def test_razor_attention_keeps_a_fifth_of_long_prompts(prompt_len: int) -> None:
     assert kept.tolist() == [40_000] + [20_004] * 5
 
 
+@settings(deadline=None, max_examples=300)
+@given(
+    prompt_len=st.integers(1, 600),
+    longest=st.integers(0, 200),
+    tokens=st.integers(2, 90),
+    fill_blocks=st.booleans(),
+)
+def test_what_each_head_keeps_inside_the_prompt(
+    prompt_len: int, longest: int, tokens: int, fill_blocks: bool
+) -> None:
+    args = {"heads.mask": MASK, "heads.sinks": 4, "heads.recent": 12, "fill_blocks": fill_blocks}
+    policy = load_policy("duoattention", None, {**args, "chunk.tokens": tokens})
+    plan, dense = plan_of(policy, prompt_len, 6, 8), load_policy("duoattention", None, args)
+    end = plan_of(dense, prompt_len, 6, 8).end
+    assert (plan.end.skip == end.skip).all() and (plan.end.keep == end.keep).all()
+    points = [p for p in range(tokens, prompt_len - 1, tokens) if p - 16 >= 8]
+    assert [point.computed for point in plan.inner] == (points if plan.evicts else [])
+    for point in plan.inner:
+        assert (point.skip[[0, 2, 3]] == 0).all(), "heads that keep everything"
+        assert (point.skip[[1, 4, 5]] == (point.computed - 16) // 8 * 8).all()
+        assert (point.front == 4).all() and (point.recent == 12).all()
+    if plan.inner:
+        assert plan.untouched == plan.inner[0].skip[1]
+    sizes = np.full(6, 8)
+    most = peak_blocks_up_to(policy, prompt_len + longest, 6, 8)
+    assert peak_blocks(plan, prompt_len, sizes).sum() <= most.sum()
+    assert (most <= -(-(prompt_len + longest) // 8)).all()
+
+
+def test_what_the_longest_prompt_takes() -> None:
+    """At 128k with chunks of 4,096: retrieval heads' blocks, and one chunk of the others'."""
+    policy = load_policy("duoattention", None, {"chunk.tokens": 4096})
+    blocks = peak_blocks_up_to(policy, 131072, LAYERS * HEADS, BLOCK * HEADS)
+    whole = LAYERS * HEADS * 131072 // (BLOCK * HEADS)
+    assert 0.51 < blocks.sum() / whole < 0.53
+
+
 def test_twice_as_many_requests_at_8k() -> None:
     """Half of the heads stream (128 + 256): 52 % of the blocks, in pages of the same bytes."""
     plan = plan_of(streaming(), 8192, LAYERS * HEADS, BLOCK * HEADS)
@@ -215,7 +255,8 @@ def test_the_same_tokens_as_duo_attention_press(prompt_len: int) -> None:
         ({"schedule": "interval"}, "go with schedule 'prompt_end' alone"),
         ({"values": "host"}, "go with values 'device' alone"),
         ({"attend": "pages"}, "go with attend 'all' alone"),
-        ({"chunk.tokens": 64}, "evict at the prompt's end alone"),
+        ({"chunk.tokens": 64, "chunk.keep": 80}, "of chunk, set tokens alone"),
+        ({"chunk.tokens": 64, "chunk.scorer": None}, "of chunk, set tokens alone"),
         ({"window": 8}, "leave sinks and window out"),
         ({"heads.mask": [[1.0], [0.5, 0.5]]}, "equally many numbers for each layer"),
         ({"heads.mask": "/nowhere"}, "cannot read the scores of heads in /nowhere"),
@@ -243,7 +284,7 @@ def test_no_budget_and_no_floor() -> None:
         ({"kv_budget": 100}, "a budget of 100 has no effect"),
         ({"kv_min_tokens": 100}, "kv_min_tokens has no effect"),
         ({"kv_keep": [0, 4]}, "kv_keep does not go with policy 'duoattention'"),
-        ({"kv_turns": [10]}, "tables are those of single heads"),
+        ({"kv_turns": [10]}, "each KV head has a length of its own are not saved"),
     ],
 )
 def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], message: str) -> None:

@@ -26,6 +26,8 @@ OF_IMPORTS = (
     *("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", "TRITON_INTERPRET"),
     "VLLM_USE_BREAKABLE_CUDAGRAPH",
 )
+# Set to 1 in what starts as a user would start it, and in processes of its engines.
+SPAWN = "PYRAMID_TEST_SPAWN"
 _Popen = subprocess.Popen
 
 
@@ -82,7 +84,8 @@ def popen(args: Sequence[str], **settings: Any) -> subprocess.Popen[Any]:
     is_python = not isinstance(args, str) and args[0] == sys.executable
     is_program = is_python and (args[1] in ("-m", "-c") or not args[1].startswith("-"))
     # A fork computes in one thread.
-    if is_program and env["OMP_NUM_THREADS"] == "1" and "PYTHONOPTIMIZE" not in env:
+    may_fork = env.get("OMP_NUM_THREADS") == "1" and "PYTHONOPTIMIZE" not in env
+    if is_program and may_fork and env.get(SPAWN) != "1":
         return PreparedPopen(args, **settings)
     return _Popen(args, **settings)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.plumbing.prepared import popen
+from tests.plumbing.prepared import SPAWN, popen
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 _SAMPLE = re.compile(
@@ -71,10 +71,9 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         place = ("--host", "127.0.0.1", "--port", str(port))
-        own = {"VLLM_LOGGING_LEVEL": "INFO", **({"PYRAMID_TEST_SPAWN": "1"} if fresh else {})}
-        start = subprocess.Popen if fresh else popen
+        own = {"VLLM_LOGGING_LEVEL": "INFO", **({SPAWN: "1"} if fresh else {})}
         with log.open("w") as file:
-            self.process = start(
+            self.process = popen(
                 [*command, str(model), *place, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=file,

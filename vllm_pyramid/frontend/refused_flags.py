@@ -111,6 +111,11 @@ OF_ARGUMENTS = (
         lambda args, policy: _has_host_folder(args) and _has_own_page_scorer(policy),
     ),
     Refusal(
+        "--kv-host-cache and lengths of single heads",
+        "a slot has a block of each layer; choose a policy without `heads`",
+        lambda args, policy: _has_host_cache(args) and policy.heads.splits,
+    ),
+    Refusal(
         "--kv-host-cache-dir and ranks on several hosts",
         "each rank would write to the disk of its own host, and files are read on the host that "
         "schedules; leave the folder out",

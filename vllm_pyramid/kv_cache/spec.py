@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_pyramid.compat.cache_specs import register_stock_specs
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
+from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.served_settings import ServedSettings
 
@@ -30,6 +31,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
         model_layer: the model's own number of it.
         stages: layers that evict in each pipeline stage; empty: there is one stage.
         lanes: KV heads with a block table of their own (`HeadKVCacheSpec`); 1: all share one.
+        whole: which of these never evict; empty: any may.
     """
 
     layer_idx: int
@@ -37,6 +39,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
     model_layer: int
     stages: tuple[int, ...] = ()
     lanes: int = 1
+    whole: tuple[bool, ...] = ()
 
     @property
     def full_block_size(self) -> int:
@@ -124,18 +127,30 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
     """
 
     @classmethod
-    def of(cls, spec: LayerKVCacheSpec) -> Self:
-        """Return the spec of the same layer with a table for each KV head."""
+    def of(cls, spec: LayerKVCacheSpec, heads: Heads | None = None) -> Self:
+        """Return the spec of the same layer with a table for each KV head.
+
+        Args:
+            heads: the policy's, which says which of them never evict.
+        """
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
-        heads = spec.num_kv_heads
-        own = {"block_size": heads * spec.block_size, "num_kv_heads": 1, "lanes": heads}
+        lanes = spec.num_kv_heads
+        own = {"block_size": lanes * spec.block_size, "num_kv_heads": 1, "lanes": lanes}
+        if heads is not None:
+            whole = heads.keeps_everything(spec.num_layers * lanes)
+            own["whole"] = tuple(whole.reshape(-1, lanes)[spec.layer_idx].tolist())
         made = cls(**values | own)
         assert made.page_size_bytes == spec.page_size_bytes, (made, spec)
         return made
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return what the longest prompt takes of all heads: nothing goes before its end."""
-        return self.lanes * super().max_memory_usage_bytes(vllm_config)
+        """Return what the longest prompt takes of all heads when all layers hold most."""
+        settings = ServedSettings.of(vllm_config)
+        if settings is None or settings.policy.inner_policy is None:
+            return self.lanes * super().max_memory_usage_bytes(vllm_config)
+        longest, lanes = vllm_config.model_config.max_model_len, self.num_layers * self.lanes
+        blocks = peak_blocks_up_to(settings.policy, longest, lanes, self.block_size)
+        return int(blocks.reshape(-1, self.lanes)[self.layer_idx].sum()) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Return the entries of a request's table, those of all heads."""

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -43,6 +46,13 @@ class Heads(Component):
         Args:
             num_heads: query heads of a layer; None if they are not known.
         """
+
+    def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
+        """Return which lanes no prompt ever evicts from, `[num_lanes]`.
+
+        Their blocks stay shared behind an eviction, and the plans say so (`RetentionPlan.whole`).
+        """
+        return np.zeros(num_lanes, bool)
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget

@@ -62,13 +62,14 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have the KV of the full cache; None: all of them.
 
     That count includes generated tokens. Blocks beyond `shareable_tokens` are copied into blocks
-    of the request's own, and out of them before it evicts.
+    of the request's own, and out of them before it evicts; those of single heads are not.
     """
     if policy.why_not_shareable is not None or plan.pieces:
         return 0
     if plan.untouched is None:
         return plan.prompt_len if policy.approximates_answers else None
-    return plan.exact_tokens if policy.copies_blocks else plan.untouched
+    copies = policy.copies_blocks and not policy.heads.splits
+    return plan.exact_tokens if copies else plan.untouched
 
 
 def shareable_tokens(policy: Policy, plan: Plan) -> int | None:

@@ -5,7 +5,8 @@ vLLM spawns them on a CPU: each is a fresh Python that imports PyTorch and vLLM 
 seconds of a core, which was most of what tests with servers did. vLLM has code for both ways, and
 forks by default where it may. With more than one OpenMP thread a forked process could not compute,
 so processes without `OMP_NUM_THREADS=1` go on to spawn theirs, as do those with
-`PYRAMID_TEST_SPAWN=1`: those that tests start as a user would.
+`PYRAMID_TEST_SPAWN=1`: those that tests start as a user would. Further front ends are spawned, too:
+prometheus_client reads the variable of their common folder when it is imported.
 """
 
 from __future__ import annotations

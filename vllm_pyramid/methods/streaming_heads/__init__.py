@@ -10,8 +10,17 @@ are found once for a model, by a mask that is trained or by a probe (`vllm-pyram
 --heads`). Nothing depends on the prompt, so a later question loses nothing that a streaming head
 would have been asked for.
 
-Streaming heads see the whole prompt while it is processed, and evict at its end. Behind it they
-keep what is generated, as other methods here do; the papers let the window slide on.
+Streaming heads see the whole prompt while it is processed, and evict at its end. With
+`chunk.tokens` they evict after every so many tokens of the prompt, as DuoAttention does where it
+pre-fills in chunks (section 3): a chunk sees the sinks, the recent tokens before it, and itself, so
+prefill takes less time and memory.
+
+    tokens of the prompt     0 ............. E .............. 2 E .............. 3 E
+    retrieval head           [ everything ..........................................
+    streaming head in 3rd    [ sinks ]                [ recent ][ the chunk so far ]
+
+Behind the prompt all heads keep what is generated, as other methods here do; the papers let the
+window slide on.
 """
 
 from __future__ import annotations
@@ -26,6 +35,7 @@ from pydantic import Field, model_validator
 from vllm_pyramid.methods.streaming_heads.score_files import Scores, check_scores, of_kv_heads
 from vllm_pyramid.methods.streaming_heads.split import SplitHeads, with_scores
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
+from vllm_pyramid.policy.chunk import EvictionPoints
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -108,26 +118,35 @@ class StreamingHeads(SplitHeads):
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> RetentionPlan:
-        """Plan the prompt's end: sinks and recent tokens in each lane that streams."""
+        """Plan sinks and recent tokens in each lane that streams, at points and at the end."""
         sinks, recent = self.kept_tokens
         recent = max(recent, int(self.recent_share * prompt_len))
         whole = self.keeps_everything(num_lanes)
-        keep = np.where(whole, prompt_len, min(prompt_len, sinks + recent))
-        mean = -(-int(keep.sum()) // num_lanes)
-        end = EvictionPoint.of(
-            *(prompt_len, block_size, mean, keep, policy.fill_blocks), front=sinks, recent=recent
+
+        def point(computed: int, fill_blocks: bool) -> EvictionPoint:
+            keep = np.where(whole, computed, min(computed, sinks + recent))
+            mean = -(-int(keep.sum()) // num_lanes)
+            return EvictionPoint.of(
+                *(computed, block_size, mean, keep, fill_blocks), front=sinks, recent=recent
+            )
+
+        plan = RetentionPlan((point(prompt_len, policy.fill_blocks),), whole=whole)
+        if not plan.evicts:
+            return plan
+        # Points fill blocks: the kernels score whole ones.
+        return plan.with_inner(
+            [point(computed, True) for computed in policy.chunk.points(policy, prompt_len)]
         )
-        return RetentionPlan((end,))
 
     # Answers of a part --------------------------------------------------------------------------
 
     def check(self, policy: Policy) -> None:
         """Refuse parts that would have no effect, or were not tried with lengths of heads."""
         self.check_parts(policy)
-        if policy.chunk.tokens:
+        if policy.chunk != EvictionPoints(tokens=policy.chunk.tokens):
             raise ValueError(
-                f"policy {policy.name!r} has streaming heads, which evict at the prompt's end "
-                "alone so far: leave chunk out"
+                f"policy {policy.name!r} has streaming heads, of which heads.sinks and "
+                "heads.recent say what they keep inside the prompt, too: of chunk, set tokens alone"
             )
         if policy.sinks or policy.window:
             raise ValueError(
@@ -144,9 +163,9 @@ class StreamingHeads(SplitHeads):
                 "heads.recent_share say what is kept"
             )
 
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Refuse prefix caching, and with it sessions and the host cache."""
-        return "bundles of blocks whose tables are those of single heads do not exist yet"
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse sessions."""
+        return "states of which each KV head has a length of its own are not saved yet"
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without a mask, unless all heads are alike."""

@@ -32,7 +32,10 @@ PROBES = {
     "echo": "echo and induction, the larger of both",
     "mean": "mean attention over texts",
 }
-_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk")
+_OTHERS = (
+    *("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk"),
+    *("utility", "horizon", "relative"),
+)
 _TOKENS = (8192, 32768)  # of requests whose memory is told
 
 
@@ -123,7 +126,7 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
         "recent": RECENT if args.recent is None else args.recent,
     }
     model = HeadModel(args.model)
-    texts = _token_ids(args.model, prompts)
+    texts = token_ids(args.model, prompts)
     if published is None:
         if args.probe != "mean":
             _check_room(Repeated(), model)
@@ -222,7 +225,7 @@ def _check_room(probe: Repeated, model: HeadModel) -> None:
         )
 
 
-def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the prompts as token ids; the tokenizer is loaded if one is a text."""
     if all("prompt_token_ids" in prompt for prompt in prompts):
         return [list(prompt["prompt_token_ids"]) for prompt in prompts]
