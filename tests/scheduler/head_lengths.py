@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.methods.head_shares import HeadShares
 from vllm_pyramid.methods.streaming_heads import StreamingHeads
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.heads import Heads
 
 KIND, SOME_KIND = f"{__name__}:AnyLengths", f"{__name__}:SomeLengths"
-CHUNKED_KIND, SHARES = f"{__name__}:ChunkedHeads", f"{__name__}:Shares"
+CHUNKED_KIND = f"{__name__}:ChunkedHeads"
 
 
 class AnyLengths(Heads):
@@ -59,15 +58,6 @@ class ChunkedHeads(StreamingHeads):
 
     def prepare_args(self, *args: Any) -> None:
         pass
-
-    def check_config(self, *args: Any) -> None:
-        pass
-
-
-class Shares(HeadShares):
-    """Divide the budget by scores, in a machine whose model is made up and has another shape."""
-
-    kind: str = SHARES
 
     def check_config(self, *args: Any) -> None:
         pass

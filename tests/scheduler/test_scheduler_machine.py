@@ -42,7 +42,6 @@ from tests.scheduler.harness import (
 from tests.scheduler.harness import Row as WorkerRow
 from tests.scheduler.head_lengths import CHUNKED_KIND as CHUNKED_HEADS
 from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
-from tests.scheduler.head_lengths import SHARES as HEAD_SHARES
 from tests.scheduler.head_lengths import SOME_KIND as SOME_LENGTHS
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.kv_cache.host_files import HostFiles
@@ -1107,18 +1106,6 @@ VARIANTS |= {
         lanes=2, asynchronous=True, priorities=True, reserve_full_prompt=False, **LANES
     ),
     "sync-forecast-heads": Setup(lanes=2, admission="forecast", **LANES, **SMALL),
-    "async-head-shares": Setup(
-        policy="headkv",
-        policy_args=(
-            ("heads", HEAD_SHARES),
-            ("heads.scores", ((0.1, 0.7), (0.0, 0.2), (1.0, 0.3))),
-            ("window", 2),
-        ),
-        lanes=2,
-        num_layers=6,
-        asynchronous=True,
-        **SMALL,
-    ),
 }
 
 # The same, sharing prefixes: some heads never evict (their bundles last), or all may.
