@@ -23,6 +23,7 @@ from vllm_pyramid.plan import EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import check_request
 from vllm_pyramid.policy.scorer import Scorer
+from vllm_pyramid.policy.selectors import Selector
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.tools.heads.scores import HeadScores
 
@@ -57,6 +58,15 @@ class AcrossHeads(Scorer):
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
         mean = inputs.keys.norm(dim=-1).mean(dim=0)
         return mean.expand(inputs.num_kv_heads, -1)
+
+
+class Worst(Selector):
+    """Keeps what has the lowest scores."""
+
+    kind: str = f"{__name__}:Worst"
+
+    def select(self, scores: torch.Tensor, keep: int) -> torch.Tensor:
+        return scores.argsort(dim=-1)[:, :keep]
 
 
 # Lengths ------------------------------------------------------------------------------------------
@@ -139,7 +149,7 @@ def test_files_travel_as_numbers_and_query_heads_have_a_mean(tmp_path: Path) -> 
         ({"scorer": "accumulated_attention"}, "gathers numbers in every step"),
         ({"scorer": "none"}, "ranks nothing"),
         ({"scorer": f"{__name__}:AcrossHeads"}, "does not say that it looks at each KV head"),
-        ({"selector": "top_k_shared"}, "go with selector 'top_k' alone"),
+        ({"selector": f"{__name__}:Worst"}, "go with selector 'top_k' alone"),
         ({"allocator": "arithmetic"}, "go with allocator 'uniform' alone"),
         ({"scorer": "recency", "schedule": "interval"}, "go with schedule 'prompt_end' alone"),
         ({"values": "host"}, "go with values 'device' alone"),
