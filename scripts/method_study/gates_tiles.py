@@ -16,12 +16,18 @@ _STRIDE = 16
 
 
 def chosen_tiles(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float, top_p: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    top_p: float,
+    *,
+    together: bool = False,
 ) -> torch.Tensor:
     """Return which tiles each row of tiles takes, `[H, rows, rows]`, none of those after it.
 
     Args:
         queries: `[H, tokens, D]`. keys: `[G, tokens, D]`. Tokens that fill no tile are left out.
+        together: whether the query heads of a KV head take the same tiles, by their mean worths.
     """
     heads, tokens, size = queries.shape
     rows = tokens // TILE
@@ -33,12 +39,17 @@ def chosen_tiles(
     causal = torch.ones(rows, rows, dtype=torch.bool).tril()
     always = torch.eye(rows, dtype=torch.bool)
     always[:, 0] = True
-    taken = []
+    shares = []
     for head in range(heads):
         products = queries[head].flatten(1) @ keys[head * len(keys) // heads].T
         weights = (products * (scale / _STRIDE)).masked_fill(later, -torch.inf).softmax(dim=-1)
         worth = weights.reshape(rows, parts, rows, parts).sum(dim=(1, 3))
-        share = worth / worth.sum(dim=-1, keepdim=True)
+        shares.append(worth / worth.sum(dim=-1, keepdim=True))
+    if together:
+        of_groups = torch.stack(shares).unflatten(0, (len(keys), -1)).mean(dim=1)
+        shares = list(of_groups.repeat_interleave(heads // len(keys), dim=0))
+    taken = []
+    for share in shares:
         first = share.masked_fill(always, 2.0)  # taken before all others
         order = first.argsort(dim=-1, descending=True)
         sorted_share = share.gather(1, order)

@@ -32,8 +32,9 @@ DENSE_LAYERS, LAST = 2, 64
 class SparsePrefill:
     """Attends to chosen tiles; `densities` has those of each layer that is sparse."""
 
-    def __init__(self, top_p: float) -> None:
+    def __init__(self, top_p: float, *, together: bool = False) -> None:
         self.densities: list[float] = []
+        self._together = together
         self._top_p, self._layer = top_p, 0
 
     def step(
@@ -54,7 +55,7 @@ class SparsePrefill:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
-        taken = chosen_tiles(q[0], k[0], scale, self._top_p)
+        taken = chosen_tiles(q[0], k[0], scale, self._top_p, together=self._together)
         self.densities.append(density_of(taken))
         out = torch.empty_like(q)
         dense = (tokens - LAST) // TILE  # the row of tiles from which all are computed
@@ -74,9 +75,11 @@ class SparsePrefill:
         return out
 
 
-def last_logits(model: Model, ids: list[int], top_p: float) -> tuple[torch.Tensor, list[float]]:
+def last_logits(
+    model: Model, ids: list[int], top_p: float, *, together: bool = False
+) -> tuple[torch.Tensor, list[float]]:
     """Return log probabilities `[LAST, vocabulary]` at the prompt's end, and the densities."""
-    prefill = SparsePrefill(top_p)
+    prefill = SparsePrefill(top_p, together=together)
     logits = model.run(torch.tensor([ids]), 0, prefill.step, keep=LAST)[0]
     return logits.log_softmax(dim=-1), prefill.densities
 
@@ -88,6 +91,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4000, 7900])
     parser.add_argument("--tasks", nargs="+", default=["code", "needle"])
     parser.add_argument("--top-p", type=float, nargs="+", default=[0.9, 0.95])
+    parser.add_argument("--choice", nargs="+", default=["head", "kv-head"])
     parser.add_argument("--seed", type=int, default=38)
     args = parser.parse_args()
     folder = model_folder(args.model)
@@ -98,14 +102,15 @@ def main() -> None:
             assert isinstance(task, GeneratedTask)
             ids = tokens.encode(task.numbered(tokens, length, 0, args.seed).prompt)
             full, _ = last_logits(model, ids, 1.0)
-            for top_p in args.top_p:
-                its, found = last_logits(model, ids, top_p)
+            ways = [(top_p, choice) for top_p in args.top_p for choice in args.choice]
+            for top_p, choice in ways:
+                its, found = last_logits(model, ids, top_p, together=choice == "kv-head")
                 nats = float((full.exp() * (full - its)).sum(-1).mean())
                 same = float((full.argmax(-1) == its.argmax(-1)).float().mean())
                 mean = sum(found) / len(found)
                 print(
-                    f"{args.model} {name} {len(ids)} tokens, top-p {top_p}: density {mean:.2f} "
-                    f"({min(found):.2f} to {max(found):.2f}), divergence {nats:.3f}, "
+                    f"{args.model} {name} {len(ids)} tokens, top-p {top_p} a {choice}: density "
+                    f"{mean:.2f} ({min(found):.2f} to {max(found):.2f}), divergence {nats:.3f}, "
                     f"agreement {same:.2f}",
                     flush=True,
                 )
