@@ -135,7 +135,11 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
         """
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
         lanes = spec.num_kv_heads
-        own = {"block_size": lanes * spec.block_size, "num_kv_heads": 1, "lanes": lanes}
+        own: dict[str, Any] = {
+            "block_size": lanes * spec.block_size,
+            "num_kv_heads": 1,
+            "lanes": lanes,
+        }
         if heads is not None:
             whole = heads.keeps_everything(spec.num_layers * lanes)
             own["whole"] = tuple(whole.reshape(-1, lanes)[spec.layer_idx].tolist())
