@@ -6,12 +6,15 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.plumbing import prepared
 from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
 
 MARKS = ("cpu", "engine", "gpu")
@@ -36,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         paths = [str(Path(__file__).parent / "plumbing" / "site"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    prepared.environment()
 
 
 def _draw_seed(config: pytest.Config) -> None:
@@ -120,6 +124,14 @@ def taken_by_gpu() -> str | None:
         "this vLLM would start the engine on this machine's GPU, and the test is for the CPU: "
         "run it with a CPU build (VLLM_BUILD=cpu make test), and scripts/gpu_check.sh for the GPU"
     )
+
+
+@pytest.fixture(scope="module")
+def prepared_programs() -> Iterator[None]:
+    """Python programs that this process starts need not import vLLM again (`prepared.py`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", prepared.popen)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from tests.plumbing.server import serving
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.tools.eval.haystack import topics
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -107,7 +107,8 @@ def test_server_client_and_trace(
     flags = ("--kv-trace", str(traces), "--enforce-eager", "--max-model-len", "2048")
     flags += ("--max-num-seqs", "16", "--kv-cache-memory-bytes", str(256 << 20))
     command = (str(EXAMPLES / "server.sh"),)
-    with serving(random_model, *flags, log=tmp_path / "log", command=command) as server:
+    started = {"log": tmp_path / "log", "command": command, "fresh": True}
+    with serving(random_model, *flags, **started) as server:
         client = str(EXAMPLES / "client.py")
         printed = run(sys.executable, client, "--base-url", f"{server.url}/v1", folder=tmp_path)
         plot(traces, files=3)

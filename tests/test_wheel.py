@@ -162,6 +162,7 @@ def test_server_and_client_of_the_wheel(
         log=tmp_path / "log",
         command=command,
         unset=("PYTHONPATH",),
+        fresh=True,
     ) as server:
         body = {"model": str(model), "prompt": "One two three four. " * 60, "max_tokens": 4}
         request = urllib.request.Request(

@@ -236,11 +236,18 @@ def _raise_floor(scores: torch.Tensor, messages: list[int], floor: int) -> None:
 def load_methods(path: Path) -> dict[str, Method]:
     """Return all methods of a YAML file, `label: [policy, {arguments}]`, by their labels.
 
+    A policy that is a file is named from the folder of the YAML file.
+
     Raises:
         ValueError: a policy or an argument is wrong.
     """
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    methods = {label: Method.parse(label, *entry) for label, entry in raw.items()}
+    methods = {
+        label: Method.parse(
+            label, str(path.parent / preset) if preset.endswith(".yaml") else preset, args
+        )
+        for label, (preset, args) in raw.items()
+    }
     for method in methods.values():
         _ = method.evicts
     return methods

@@ -305,6 +305,7 @@ def main() -> int:
         "log": folder / "server.log",
         "unset": ("PYTHONPATH",),
         "command": (arguments.python, "-m", "vllm.entrypoints.cli.main", "serve"),
+        "fresh": True,
     }
     with serving(model, *FLAGS, *arguments.flags, **settings) as server:
         run = attack_server(

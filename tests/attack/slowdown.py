@@ -172,7 +172,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="attack-cost-"))
     (model := folder / "model").mkdir()
     write_model(model, Shape(max_length=2048), list(topics().values()))
-    with serving(model, *FLAGS, *arguments.flags, log=folder / "server.log") as server:
+    settings: dict[str, Any] = {"log": folder / "server.log", "fresh": True}
+    with serving(model, *FLAGS, *arguments.flags, **settings) as server:
         seconds = asyncio.run(measure(server.url, str(model), arguments.rounds))
     for kind, times in seconds.items():
         print(f"{kind}: {1000 * statistics.median(times):.3f} ms a token, {len(times)} rounds")

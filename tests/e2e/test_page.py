@@ -466,6 +466,7 @@ def test_the_conversation_of_the_examples_resumes(
     assert turns[0][2] == "0" and any(int(resumed) for _, _, resumed in turns), done.stdout
 
 
+@pytest.mark.usefixtures("prepared_programs")
 def test_wrong_use_of_the_flag_ends_with_one_line() -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path())]
     done = subprocess.run([*command, "--kv-page"], capture_output=True, text=True, check=False)

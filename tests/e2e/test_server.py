@@ -58,7 +58,7 @@ FORBIDDEN = [
 @pytest.fixture(scope="module")
 def server(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with serving(random_model, *FLAGS, "--kv-budget", "64", log=log) as running:
+    with serving(random_model, *FLAGS, "--kv-budget", "64", log=log, fresh=True) as running:
         yield running
 
 
@@ -374,7 +374,8 @@ def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:
         pytest.skip("threads and memory of the host are chosen where the CPU computes")
     log = tmp_path / "server.log"
     flags = ("--kv-policy", "pyramidkv", "--kv-budget", "64")
-    with serving(random_model, *flags, log=log, unset=("OMP_NUM_THREADS",)) as server:
+    settings: dict[str, Any] = {"unset": ("OMP_NUM_THREADS",), "fresh": True}
+    with serving(random_model, *flags, log=log, **settings) as server:
         url = f"{server.url}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             _check_report(_complete(client, str(random_model)).kv_transfer_params, 64)

@@ -46,6 +46,7 @@ def results(
             (llm, [plain]),
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             PYRAMID_CPU_PLATFORM="1",  # as if an engine with a policy had started the process
+            PYRAMID_TEST_SPAWN="1",
         ),
         "pyramidkv": Child(
             folder / "pyramidkv",
@@ -53,6 +54,7 @@ def results(
                 {**llm, "additional_config": policy, "max_num_seqs": len(LENGTHS)},
                 [[*whole, *plain]],
             ),
+            PYRAMID_TEST_SPAWN="1",
         ),
     }
     try:

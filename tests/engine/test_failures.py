@@ -79,7 +79,8 @@ def test_over_http(random_model: Path, own_module: Path, tmp_path: Path) -> None
     flags += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)]
     log = tmp_path / "server.log"
     # Without asserts, as some operators run Python.
-    with serving(random_model, *flags, log=log, environment={"PYTHONOPTIMIZE": "1"}) as server:
+    settings: dict[str, Any] = {"environment": {"PYTHONOPTIMIZE": "1"}, "fresh": True}
+    with serving(random_model, *flags, log=log, **settings) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         model = client.models.list().data[0].id
 

@@ -16,6 +16,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conversations import Rows, ask, kept_at_end
+from tests.engine.paged_paper import SummaryCheck, pages_read
 from tests.engine.support import (
     Engine,
     EnginePool,
@@ -133,6 +134,65 @@ def test_a_prefix_comes_back_to_the_byte(
         assert_same_tokens([again], [first])
         assert kept_at_end(traces, again) == kept_at_end(traces, first)
         assert again.report == first.report
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("kind", ["spread", "box of an evicted fp8 cache"])
+def test_a_prefix_comes_back_with_its_summaries(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    """Tokens behind it read the same pages, wherever it was found: in which memory, or in a file.
+
+    Bit for bit: of the device, of the host, and of an engine that is started on the other's files.
+    """
+    attend = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
+    own: dict[str, Any] = {"kv_policy": "select", "dtype": "float32"}
+    if kind != "spread":
+        attend |= {"scorer": "box", "combine": "max"}
+        own = {"kv_policy": "select-evicted", "kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}
+    settings = {
+        "max_num_batched_tokens": 256,
+        "max_model_len": LONGEST,
+        "num_gpu_blocks_override": SMALL_POOL,
+        "kv_host_cache": 0.0625,
+        "kv_host_cache_dir": str(tmp_path),
+        "kv_policy_args": {"attend": attend},
+        **own,
+    }
+    (prompt,) = random_prompts([500], seed=1)
+    found = 500 // BLOCK * BLOCK if kind == "spread" else (500 - 48) // BLOCK * BLOCK
+    engine = engines.get(tiny_model("mistral"), max_num_seqs=8, **settings)
+    check = SummaryCheck()
+
+    def ask_again() -> tuple[Outcome, list[Any]]:
+        with pages_read(engine) as pages:
+            (outcome,) = engine.run([Job(prompt, greedy(30, logprobs=2))], check)
+        return outcome, [pages[key] for key in sorted(pages, key=lambda key: key[1:])]
+
+    first, _ = ask_again()
+    device = ask_again()
+    push_out(engine)
+    before = totals(engine)
+    host = ask_again()
+    after = totals(engine)
+    assert after["hits"] - before["hits"] == found
+    block = engine.coordinator.layer_specs[0]
+    moved = block.page_size_bytes + block.summary_bytes(2)
+    assert after["bytes_loaded"] - before["bytes_loaded"] == found // BLOCK * LAYERS * moved
+    engine.check_whole()
+    push_out(engine)  # what was kept on the device is in the host, and so in a file
+    engine = engines.get(tiny_model("mistral"), max_num_seqs=7, **settings)
+    restarted = ask_again()
+    assert totals(engine)["file_bytes_read"] > 0
+    assert check.pages > 1000
+    for outcome, pages in (host, restarted):
+        assert (outcome.cached, device[0].cached) == (found, found)
+        assert pages == device[1] and len(pages) == 29 * (LAYERS - 1)
+        assert outcome.token_ids == device[0].token_ids
+        assert outcome.logprobs == device[0].logprobs  # floats, bit for bit
+        assert outcome.report["pages_read"] < 0.7 * outcome.report["pages_visible"]
+    if kind == "spread":  # fp8: the last tokens were computed in a chunk of another length
+        assert_same_tokens([device[0]], [first])
     engine.check_whole()
 
 
@@ -266,6 +326,7 @@ def test_memory_that_the_machine_does_not_have(tiny_model: Callable[[str], Path]
         LLM(str(tiny_model("mistral")), skip_tokenizer_init=True, **SNAPKV, kv_host_cache=100000)
 
 
+@pytest.mark.usefixtures("prepared_programs")
 def test_a_conversation_goes_on_after_kill_9(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,16 @@ from typing import Any
 import pytest
 
 from tests.engine.families import make_family
+from tests.engine.support import EnginePool, greedy
+from tests.engine.test_fp8 import attention_layers as layers
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.engine
+
+OWN_PAGES = {
+    "kv_policy": "select",
+    "kv_policy_args": {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}},
+}
 
 
 def _config(model: Path, policy: dict[str, Any] | None = None, **arguments: Any) -> Any:
@@ -164,7 +168,6 @@ def test_policies_that_pipeline_stages_cannot_serve(
         ("pyramidkv", {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ("h2o", {}, "a policy without prefix caching"),
         ("kcache", {}, "V in host memory"),
-        ("select", {}, "a policy that selects pages"),
     ],
 )
 def test_what_the_host_cache_cannot_store(
@@ -180,6 +183,7 @@ def test_what_the_host_cache_cannot_store(
         ({"nnodes": 2}, "ranks on several hosts"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo xxhash"),
+        ({"own": OWN_PAGES}, "a page scorer of your own"),
     ],
 )
 def test_what_does_not_survive_a_restart(
@@ -192,6 +196,8 @@ def test_what_does_not_survive_a_restart(
     """A hash that begins with a random number does where the number is set."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     own = {"kv_policy": "pyramidkv", "kv_host_cache": 0.01, "kv_host_cache_dir": str(tmp_path)}
+    arguments = dict(arguments)
+    own |= arguments.pop("own", {})
     with pytest.raises(ValueError, match=f"--kv-host-cache-dir and {reason}"):
         _config(random_model, own, **arguments)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
@@ -296,43 +302,34 @@ def test_missing_kernels(
     random_model: Path, broken_library: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine with a policy does not start on the slow PyTorch kernels unless it is allowed."""
-    with pytest.raises(RuntimeError, match=r"does not load.*VLLM_PYRAMID_ALLOW_REFERENCE=1 to run"):
-        _config(random_model)
+    for said in (None, "0"):
+        if said is not None:
+            monkeypatch.setenv("VLLM_PYRAMID_ALLOW_REFERENCE", said)
+        reason = r"needs the C\+\+ kernels.*does not load.*VLLM_PYRAMID_ALLOW_REFERENCE=1 to run"
+        with pytest.raises(RuntimeError, match=reason):
+            _config(random_model)
     _config(random_model, {"kv_policy": "none"})
     monkeypatch.setenv("VLLM_PYRAMID_ALLOW_REFERENCE", "1")
     _config(random_model)
 
 
-def test_an_engine_on_the_reference(random_model: Path, tmp_path: Path) -> None:
+def test_an_engine_on_the_reference(
+    random_model: Path, engines: EnginePool, request: pytest.FixtureRequest
+) -> None:
     """Ask for the same tokens of C++ and of the PyTorch kernels, which the variable allows."""
-    broken = tmp_path / "_kernels.so"
-    broken.write_bytes(b"no library")
-    code = """
-import sys
-import vllm_pyramid.llm
-from vllm import SamplingParams
-llm = vllm_pyramid.llm.LLM(sys.argv[1], kv_policy="pyramidkv", kv_budget=24, max_model_len=512,
-                           dtype="float32", enforce_eager=True)
-from vllm_pyramid.kernels import get_ops
-prompt = {"prompt_token_ids": [i % 97 + 3 for i in range(200)]}
-(output,) = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-print(get_ops("cpu").__name__, list(output.outputs[0].token_ids))
-"""
-    library = {"VLLM_PYRAMID_CPU_LIBRARY": str(broken), "VLLM_PYRAMID_ALLOW_REFERENCE": "1"}
+    settings = {"kv_policy": "pyramidkv", "kv_budget": 24, "dtype": "float32"}
+    settings |= {"max_model_len": 512, "kv_cache_memory_bytes": 32 << 20}
+    prompt = [i % 97 + 3 for i in range(200)]
     answers = {}
-    for environment in ({}, library, library | {"VLLM_PYRAMID_ALLOW_REFERENCE": "0"}):
-        result = subprocess.run(
-            [sys.executable, "-c", code, str(random_model)],
-            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment,
-            capture_output=True,
-            text=True,
-        )
-        if environment.get("VLLM_PYRAMID_ALLOW_REFERENCE") == "0":
-            assert result.returncode != 0
-            assert "a KV policy on the CPU needs the C++ kernels" in result.stderr
-            continue
-        assert result.returncode == 0, result.stderr
-        module, _, tokens = result.stdout.strip().splitlines()[-1].partition(" ")
-        answers[module.rpartition(".")[2]] = tokens
-    assert answers.keys() == {"functions", "reference"}
+    for name in ("functions", "reference"):
+        if name == "reference":
+            request.getfixturevalue("broken_library")
+            request.getfixturevalue("monkeypatch").setenv("VLLM_PYRAMID_ALLOW_REFERENCE", "1")
+        engines.close()
+        engine = engines.get(random_model, **settings)
+        assert {layer.impl.ops.__name__.rpartition(".")[2] for layer in layers(engine)} == {name}
+        (outcome,) = engine.generate([prompt], greedy(8))
+        answers[name] = (outcome.token_ids, outcome.report)
+        engines.close()
     assert answers["functions"] == answers["reference"]
+    assert answers["reference"][1]["evicted_tokens"] > 0

@@ -341,6 +341,7 @@ def test_failures_under_the_second_runner(
             (llm, [[[prompt, greedy(4)] for prompt in sent]]),
             triton="interpreter",
             TRITON_INTERPRET="1",
+            VLLM_USE_BREAKABLE_CUDAGRAPH="0",
             VLLM_USE_V2_MODEL_RUNNER="1",
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )

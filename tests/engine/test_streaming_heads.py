@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.conversations import Rows, cached_tokens, conversation, run_waves
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    assert_same_tokens,
     count_preemptions,
     greedy,
     random_prompts,
 )
+from vllm_pyramid.tools.cli import main
+from vllm_pyramid.tools.heads.scores import HeadScores
 
 pytestmark = pytest.mark.engine
 
@@ -108,6 +113,28 @@ def test_each_head_keeps_what_the_mask_says(engines: EnginePool, random_model: P
     engine.check_whole()
 
 
+def test_what_the_probe_writes_is_served(
+    engines: EnginePool, random_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "heads"
+    argv = ["calibrate", "--heads", "--model", str(random_model), "-o", str(folder)]
+    assert main([*argv, "--sinks", str(SINKS), "--recent", str(RECENT)]) == 0
+    engine = engines.get(
+        random_model,
+        kv_policy="duoattention",
+        kv_policy_args={"mask": str(folder), "share": 0.25},
+        kv_min_tokens=None,
+        **SETTINGS,
+    )
+    whole = HeadScores.read(folder).mask(0.25).flatten().numpy()
+    prompt = random_prompts([700], seed=3, vocab_size=2048)[0]
+    (outcome,) = engine.run([Job(prompt, greedy(2))])
+    freed = (700 - SINKS - RECENT) // LANE_BLOCK * LANE_BLOCK
+    assert outcome.report["kept_tokens"] == np.where(whole, 700, 700 - freed).tolist()
+    assert whole.sum() == LAYERS * HEADS // 4
+    engine.check_whole()
+
+
 def test_blocks_of_streaming_heads_serve_other_requests(
     engines: EnginePool, random_model: Path
 ) -> None:
@@ -135,4 +162,192 @@ def test_blocks_of_streaming_heads_serve_other_requests(
     for ours, reference in zip(together, alone, strict=True):
         assert ours.token_ids == reference.token_ids
         assert ours.report == reference.report
+    small.check_whole()
+
+
+# Prefixes -----------------------------------------------------------------------------------------
+
+
+def caching_engine(engines: EnginePool, model: Path, **changes: Any) -> Engine:
+    return engines.get(
+        model,
+        kv_policy="duoattention",
+        kv_policy_args=ARGS,
+        kv_min_tokens=None,
+        **{**SETTINGS, "enable_prefix_caching": True, "max_num_batched_tokens": 200, **changes},
+    )
+
+
+def untouched(prompt_len: int) -> int:
+    """The tokens of which no eviction overwrites a block, in any head."""
+    return max(prompt_len - SINKS - RECENT, 0) // LANE_BLOCK * LANE_BLOCK
+
+
+def test_tokens_with_prefix_caching_are_those_without(
+    engines: EnginePool, random_model: Path
+) -> None:
+    results = {}
+    for caching in (True, False):
+        engine = caching_engine(engines, random_model, enable_prefix_caching=caching)
+        engine.shuffle_blocks(2)
+        waves = conversation()
+        waves[1].pop()  # a budget, which streaming heads do not have
+        look = Rows(engine) if caching else None
+        outcomes = [o for o in run_waves(engine, waves, look) if o.output is not None]
+        results[caching] = outcomes
+        assert look is None or look.most > 10
+    with_it, without = results[True], results[False]
+    assert_same_tokens(with_it, without)
+    assert [o.report for o in with_it] == [o.report for o in without]
+    assert not any(cached_tokens(without))
+    assert sum(cached > 0 for cached in cached_tokens(with_it)) >= 6, cached_tokens(with_it)
+
+
+def test_prefixes_are_found_up_to_what_an_eviction_overwrites(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """By the request that looks, and by the one that left them."""
+    engine = caching_engine(engines, random_model)
+    engine.llm.reset_prefix_cache()
+    prompt, other = random_prompts([500, 300], seed=11, vocab_size=2048)
+    look = Rows(engine)
+
+    def cached(tokens: list[int], **extra: Any) -> int:
+        (outcome,) = engine.run([Job(tokens, greedy(4, **extra))], look)
+        return int(outcome.output.num_cached_tokens)
+
+    assert cached(prompt) == 0
+    assert cached(prompt) == untouched(500) == 384
+    assert cached(prompt, kv_policy="full") == 384, "no other has left more"
+    assert cached(prompt, kv_policy="full") == 448, "that one has: all whole blocks"
+    assert cached(prompt) == 384
+    assert cached(prompt[:300]) == untouched(300) == 192
+    assert cached(prompt[:50]) == 0, "less than a block"
+    assert cached([*prompt, *other]) == 448
+    assert cached([*prompt, *other]) == untouched(800) == 704
+    assert cached(other) == 0
+    assert engine.llm.reset_prefix_cache() and cached(prompt) == 0
+    engine.check_whole()
+
+
+def test_heads_that_keep_everything_share_behind_the_eviction(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """Two requests with one prompt hold the shared blocks of these heads once, others' never."""
+    engine = caching_engine(engines, random_model)
+    engine.llm.reset_prefix_cache()
+    (prompt,) = random_prompts([600], seed=12, vocab_size=2048)
+    shared = untouched(600) // LANE_BLOCK
+    held: list[tuple[int, int]] = []
+
+    def count(engine: Engine) -> None:
+        coordinator = engine.coordinator
+        names = [request.request_id for request in engine.scheduler.running]
+        if len(names) == 2 and all(map(coordinator.plans.has_evicted, names)):
+            of_both = sum(sum(coordinator.blocks_held(name)) for name in names)
+            held.append((of_both, int(coordinator.counters.held_blocks.sum())))
+
+    jobs = [Job(prompt, greedy(8)), Job(prompt, greedy(8), arrival=4)]
+    outcomes = engine.run(jobs, count)
+    assert outcomes[0].token_ids == outcomes[1].token_ids
+    assert cached_tokens(outcomes) == [0, shared * LANE_BLOCK]
+    of_lanes = LAYERS * HEADS // 2
+    blocks = -(-600 // LANE_BLOCK)
+    assert held[0] == (
+        2 * of_lanes * (2 * blocks - shared),
+        of_lanes * (2 * (2 * blocks - shared) - shared),
+    )
+    engine.check_whole()
+
+
+# Evictions inside the prompt ----------------------------------------------------------------------
+
+CHUNK = 200
+
+
+class ChunkedHeads(HuggingFaceModel):
+    """A model whose streaming heads see sinks, the recent tokens before a chunk, and the chunk.
+
+    Args:
+        whole: `[layers, heads]`, which heads see everything. prompt_len: behind it comes no point.
+    """
+
+    def __init__(self, path: str, whole: np.ndarray, prompt_len: int) -> None:
+        super().__init__(path)
+        self.streams, self.prompt_len = torch.from_numpy(~whole), prompt_len
+
+    def visible(self, layer: int, kv_heads: int, total: int) -> torch.Tensor:
+        seen = super().visible(layer, kv_heads, total)
+        points = range(0, self.prompt_len - 1, CHUNK)
+        for start, end in pairwise([*points, self.prompt_len, max(total, self.prompt_len)]):
+            gone = max(start - SINKS - RECENT, 0) // LANE_BLOCK * LANE_BLOCK
+            hidden = seen[self.streams[layer]]
+            hidden[:, start:end, SINKS : SINKS + gone] = False
+            seen[self.streams[layer]] = hidden
+        return seen
+
+
+def chunked_engine(engines: EnginePool, model: Path, **changes: Any) -> Engine:
+    args = {**ARGS, "chunk.tokens": CHUNK}
+    return engines.get(
+        model,
+        kv_policy="duoattention",
+        kv_policy_args=args,
+        kv_min_tokens=None,
+        **{**SETTINGS, **changes},
+    )
+
+
+def test_a_chunk_sees_sinks_recent_tokens_and_itself(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """By a model whose attention sees that alone, in prefill too."""
+    engine = chunked_engine(engines, random_model)
+    whole = np.zeros(LAYERS * HEADS, bool)
+    whole[np.argsort(-np.array(MASK).ravel())[: LAYERS * HEADS // 2]] = True
+    engine.shuffle_blocks(3)
+    differs = 0
+    for outcome in engine.run(jobs()):
+        prompt = outcome.job.prompt
+        model = ChunkedHeads(str(random_model), whole.reshape(LAYERS, HEADS), len(prompt))
+        tokens = [*prompt, *outcome.token_ids][:-1]
+        expected = model.forward(tokens)[len(prompt) - 1 :]
+        assert outcome.token_ids == expected.argmax(dim=-1).tolist(), len(prompt)
+        for row, (token, ours) in enumerate(zip(outcome.token_ids, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(expected[row, token]), abs=2e-4)
+        if outcome.report["inner_evictions"]:  # points count: without them the first token differs
+            differs += 1
+            dense = HuggingFaceModel(str(random_model)).forward(prompt)[-1]
+            assert float((dense - expected[0]).abs().max()) > 1e-3
+    assert differs >= 3
+    engine.check_whole()
+
+
+def test_the_peak_is_what_the_plan_says(engines: EnginePool, random_model: Path) -> None:
+    """A prompt of 700 tokens in a pool that could not hold it whole; prefixes up to a point."""
+    (prompt,) = random_prompts([700], seed=14, vocab_size=2048)
+    large = chunked_engine(engines, random_model)
+    of_lanes, held = LAYERS * HEADS // 2, []
+    # At 600 tokens, the ones before 400 of which a streaming head has kept 56 and less than a
+    # block; at 700 and behind, retrieval heads hold more and the others less.
+    peak = of_lanes * (10 + 10 - (400 - SINKS - RECENT) // LANE_BLOCK)
+
+    def count(engine: Engine) -> None:
+        held.append(int(engine.coordinator.counters.held_blocks.sum()))
+
+    (alone,) = large.run([Job(prompt, greedy(12, logprobs=2))], count)
+    assert max(held) == peak < LAYERS * HEADS * 11
+    small = chunked_engine(
+        engines,
+        random_model,
+        max_model_len=720,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=1 + LAYERS * HEADS * 9,  # whole it would take 12 of each
+    )
+    look = Rows(small)
+    for cached in (0, (CHUNK - SINKS - RECENT) // LANE_BLOCK * LANE_BLOCK):
+        (outcome,) = small.run([Job(prompt, greedy(12, logprobs=2))], look)
+        assert outcome.output.num_cached_tokens == cached
+        assert_same_tokens([outcome], [alone])
+        assert outcome.report == alone.report
     small.check_whole()

@@ -30,7 +30,7 @@ def curve_of(section: object) -> CurveAllocator:
 
 
 def test_which_kinds_have_a_curve() -> None:
-    assert sorted(CURVES) == sorted(["uniform", "shares", *DECAYING])
+    assert sorted(CURVES) == sorted(["uniform", "shares", "utility", *DECAYING])
 
 
 @st.composite
@@ -49,7 +49,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @st.composite
 def allocators(draw: st.DrawFn) -> CurveAllocator:
-    kind = draw(st.sampled_from(sorted(CURVES - {"shares"})))
+    kind = draw(st.sampled_from(sorted(CURVES - {"shares", "utility"})))
     if kind == "uniform":
         return curve_of(kind)
     beta = draw(st.one_of(st.floats(1.0, 64.0), st.sampled_from([1.0, 1.0 + 1e-12, 20.0, 1e6])))
@@ -264,6 +264,20 @@ def test_shares_by_hand() -> None:
     assert allocator.allocate(10, 2, 12).tolist() == [8, 12]
     assert share_out(np.zeros(4), 5, 9).tolist() == [5.0] * 4, "no weights: all alike"
     assert share_out(np.array([0.0, 2.0]), 5, 7).tolist() == [3.0, 7.0]
+
+
+def test_a_floor_comes_before_shares() -> None:
+    """Half of 10 tokens each, and the pool of 10 in the ratio 1 : 4; then cut at the capacity."""
+    allocator = curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 0.5})
+    assert allocator.allocate(10, 2, 100).tolist() == [7, 13]
+    assert allocator.allocate(10, 2, 12).tolist() == [8, 12]
+    means, capacities = np.array([10, 10, 4, 5]), np.array([100, 12, 9, 5])
+    every = allocator.allocate_all(means, 2, capacities)
+    assert every.tolist() == [[7, 13], [8, 12], [3, 5], [5, 5]]
+    even = curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 1.0})
+    assert even.allocate(10, 2, 100).tolist() == [10, 10]
+    with pytest.raises(ValueError, match="floor"):
+        curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 1.5})
 
 
 def test_shares_are_of_one_model() -> None:

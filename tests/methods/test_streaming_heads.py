@@ -12,6 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
@@ -20,8 +22,9 @@ from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.methods.kvpress_presses import _import
 from vllm_pyramid.methods.streaming_heads import StreamingHeads
 from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES
-from vllm_pyramid.plan import Budget, RetentionPlan
+from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import check_request
 from vllm_pyramid.tools.heads.scores import HeadScores
 
@@ -81,6 +84,25 @@ def test_the_mask_is_that_of_the_probe(share: float) -> None:
     assert heads.keeps_everything(6).tolist() == scores.mask(share).flatten().tolist()
 
 
+def test_a_mask_of_query_heads_counts_the_best_of_a_kv_head(tmp_path: Path) -> None:
+    """HeadKV's file, of a model with 3 layers of 4 query heads and 2 KV heads."""
+    numbers = np.repeat(MASK, 2, axis=1)
+    numbers[:, ::2] -= 0.35  # the second of each pair is the best
+    names = {f"{x}-{y}": [z - 1, z + 1] for (x, y), z in np.ndenumerate(numbers)}
+    (tmp_path / "heads.json").write_text(json.dumps(names))
+    policy = load_policy("duoattention", None, {"mask": str(tmp_path / "heads.json")})
+    heads, same = policy.heads, streaming(mask=MASK).heads
+    assert isinstance(heads, StreamingHeads) and isinstance(same, StreamingHeads)
+    assert heads.keeps_everything(6).tolist() == same.keeps_everything(6).tolist()
+    assert heads.kept_tokens == (128, 256)
+    assert Policy.model_validate(json.loads(json.dumps(policy.as_data()))) == policy
+    heads.check_shape(3, 2, 4)
+    heads.check_shape(3, 2)
+    for shape in ((3, 2, 8), (2, 2, 4), (3, 3, None)):
+        with pytest.raises(ValueError, match="is for 3 layers of 4 heads, and this model"):
+            heads.check_shape(*shape)
+
+
 def test_without_a_mask_heads_are_spread_evenly() -> None:
     heads = streaming(share=0.25).heads
     assert isinstance(heads, StreamingHeads)
@@ -102,6 +124,57 @@ def test_what_each_head_keeps(prompt_len: int, fill_blocks: bool) -> None:
     assert (end.skip[[0, 2, 3]] == 0).all()
     assert (end.front == 4).all() and (end.recent == 12).all()
     assert end.budget_tokens == -(-int(end.keep.sum()) // 6)
+
+
+@pytest.mark.parametrize("prompt_len", [4004, 4005, 20_000, 20_004, 20_010, 60_000])
+def test_razor_attention_keeps_a_fifth_of_long_prompts(prompt_len: int) -> None:
+    """Section 4.1: S0 sinks, and the larger of 4,000 tokens and a fifth of the prompt."""
+    policy = load_policy("razorattention", None, {"heads.mask": MASK, "fill_blocks": False})
+    end = plan_of(policy, prompt_len, 6, 32).end
+    short = min(prompt_len, 4 + max(4000, prompt_len // 5))
+    # 15 % of 6 heads are 1, the one with the highest score.
+    assert end.keep.tolist() == [prompt_len] + [short] * 5
+    assert (end.front == 4).all() and (end.recent == max(4000, prompt_len // 5)).all()
+    longer = load_policy("razorattention", None, {"heads.mask": MASK, "recent_share": 0.5})
+    kept = plan_of(longer, 40_000, 6, 1).end.keep
+    assert kept.tolist() == [40_000] + [20_004] * 5
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    prompt_len=st.integers(1, 600),
+    longest=st.integers(0, 200),
+    tokens=st.integers(2, 90),
+    fill_blocks=st.booleans(),
+)
+def test_what_each_head_keeps_inside_the_prompt(
+    prompt_len: int, longest: int, tokens: int, fill_blocks: bool
+) -> None:
+    args = {"heads.mask": MASK, "heads.sinks": 4, "heads.recent": 12, "fill_blocks": fill_blocks}
+    policy = load_policy("duoattention", None, {**args, "chunk.tokens": tokens})
+    plan, dense = plan_of(policy, prompt_len, 6, 8), load_policy("duoattention", None, args)
+    end = plan_of(dense, prompt_len, 6, 8).end
+    assert (plan.end.skip == end.skip).all() and (plan.end.keep == end.keep).all()
+    points = [p for p in range(tokens, prompt_len - 1, tokens) if p - 16 >= 8]
+    assert [point.computed for point in plan.inner] == (points if plan.evicts else [])
+    for point in plan.inner:
+        assert (point.skip[[0, 2, 3]] == 0).all(), "heads that keep everything"
+        assert (point.skip[[1, 4, 5]] == (point.computed - 16) // 8 * 8).all()
+        assert (point.front == 4).all() and (point.recent == 12).all()
+    if plan.inner:
+        assert plan.untouched == plan.inner[0].skip[1]
+    sizes = np.full(6, 8)
+    most = peak_blocks_up_to(policy, prompt_len + longest, 6, 8)
+    assert peak_blocks(plan, prompt_len, sizes).sum() <= most.sum()
+    assert (most <= -(-(prompt_len + longest) // 8)).all()
+
+
+def test_what_the_longest_prompt_takes() -> None:
+    """At 128k with chunks of 4,096: retrieval heads' blocks, and one chunk of the others'."""
+    policy = load_policy("duoattention", None, {"chunk.tokens": 4096})
+    blocks = peak_blocks_up_to(policy, 131072, LAYERS * HEADS, BLOCK * HEADS)
+    whole = LAYERS * HEADS * 131072 // (BLOCK * HEADS)
+    assert 0.51 < blocks.sum() / whole < 0.53
 
 
 def test_twice_as_many_requests_at_8k() -> None:
@@ -182,11 +255,13 @@ def test_the_same_tokens_as_duo_attention_press(prompt_len: int) -> None:
         ({"schedule": "interval"}, "go with schedule 'prompt_end' alone"),
         ({"values": "host"}, "go with values 'device' alone"),
         ({"attend": "pages"}, "go with attend 'all' alone"),
-        ({"chunk.tokens": 64}, "evict at the prompt's end alone"),
+        ({"chunk.tokens": 64, "chunk.keep": 80}, "of chunk, set tokens alone"),
+        ({"chunk.tokens": 64, "chunk.scorer": None}, "of chunk, set tokens alone"),
         ({"window": 8}, "leave sinks and window out"),
         ({"heads.mask": [[1.0], [0.5, 0.5]]}, "equally many numbers for each layer"),
         ({"heads.mask": "/nowhere"}, "cannot read the scores of heads in /nowhere"),
         ({"heads.share": 1.5}, "less than or equal to 1"),
+        ({"heads.recent_share": 1.5}, "less than or equal to 1"),
     ],
 )
 def test_policies_that_cannot_have_streaming_heads(args: dict[str, Any], message: str) -> None:
@@ -209,7 +284,7 @@ def test_no_budget_and_no_floor() -> None:
         ({"kv_budget": 100}, "a budget of 100 has no effect"),
         ({"kv_min_tokens": 100}, "kv_min_tokens has no effect"),
         ({"kv_keep": [0, 4]}, "kv_keep does not go with policy 'duoattention'"),
-        ({"kv_turns": [10]}, "tables are those of single heads"),
+        ({"kv_turns": [10]}, "each KV head has a length of its own are not saved"),
     ],
 )
 def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], message: str) -> None:
@@ -226,7 +301,7 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         unknown.heads.prepare_args(unknown, args)
     for policy in (streaming(mask=MASK), streaming(share=1.0), streaming(share=0.0)):
         policy.heads.prepare_args(policy, args)
-    with pytest.raises(ValueError, match="3 layers of 2 KV heads, and this model has 2 of 3"):
+    with pytest.raises(ValueError, match="3 layers of 2 heads, and this model has 2 of 3 KV"):
         streaming(mask=MASK).heads.check_shape(2, 3)
     with pytest.raises(ValueError, match="there are 8 KV heads"):
         streaming(mask=MASK).plan(100, 8, 16)
@@ -250,7 +325,9 @@ def test_configurations_that_were_not_tried(
     section: str, name: str, value: Any, message: str
 ) -> None:
     model = SimpleNamespace(
-        get_total_num_hidden_layers=lambda: 3, get_num_kv_heads=lambda parallel: 2
+        get_total_num_hidden_layers=lambda: 3,
+        get_num_kv_heads=lambda parallel: 2,
+        get_num_attention_heads=lambda parallel: 4,
     )
     config: Any = SimpleNamespace(
         model_config=model,

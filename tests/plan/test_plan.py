@@ -45,7 +45,7 @@ def budgets(draw: st.DrawFn, policy: Policy) -> Budget | None:
 
 
 THINNED = {n for n, policy in PRESETS.items() if isinstance(policy.allocator, DecayAllocator)}
-SPLIT = {n for n, policy in PRESETS.items() if policy.heads.splits}
+SPLIT = {n for n, policy in PRESETS.items() if not policy.heads.has_budget}
 KNOWN = [
     policy
     for name, policy in PRESETS.items()

@@ -24,8 +24,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# The variable that names the request to the process that forks workers.
-REQUEST = "PYRAMID_TEST_REQUEST"
+
+def interpret_triton() -> None:
+    """Have Triton's interpreter, quickened, take a device's place, in a process of its own.
+
+    A process that was forked from one in which it does has it.
+    """
+    from interpreter import quicken  # of this folder, which a script's Python finds
+    from triton.backends import backends
+
+    if "cpu" not in backends:
+        pretend_triton_device()
+        quicken()
 
 
 def pretend_triton_device() -> None:
@@ -201,10 +211,7 @@ def _of_worker(wrapper: Any) -> dict[str, Any]:
 def install(request: dict[str, Any]) -> None:
     """Put the stand-ins that were asked for into this process."""
     if request.get("triton"):
-        from interpreter import quicken  # of this folder, which a script's Python finds
-
-        pretend_triton_device()
-        quicken()
+        interpret_triton()
     if request.get("triton") in ("attention", "flash"):
         use_attention_of_cuda("TRITON_ATTN" if request["triton"] == "attention" else "FLASH_ATTN")
     import stand_ins
@@ -218,7 +225,6 @@ def install(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    os.environ[REQUEST] = sys.argv[1]
     request = json.loads(Path(sys.argv[1]).read_text())
     install(request)
     import stand_ins
@@ -226,7 +232,6 @@ def main() -> None:
     import workers
     from garbage import spare_collections
 
-    workers.fork_workers()
     workers.sleep_while_waiting()
     spare_collections()
     results = []

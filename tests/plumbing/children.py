@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.plumbing.prepared import popen
+
 CHILD = Path(__file__).with_name("child.py")
 
 
@@ -41,7 +43,7 @@ class Child:
         how = {"triton": triton, "graphs": graphs, "kernels": kernels}
         request.write_text(json.dumps({"engines": described, **how}))
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
+            self._process = popen(
                 [sys.executable, str(CHILD), str(request), str(self._result)],
                 stdout=log,
                 stderr=subprocess.STDOUT,

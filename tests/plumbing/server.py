@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve`, in processes of its own."""
+"""A real `vllm serve`, in processes of its own.
+
+Its imports are those of `prepared.py` and its engine core and workers are forked, unless it is
+`fresh`: then every process is a new Python, as a user's would be.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.plumbing.prepared import SPAWN, popen
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 _SAMPLE = re.compile(
@@ -59,19 +65,22 @@ class Server:
         unset: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
         command: tuple[str, ...] = (*VLLM, "serve"),
+        fresh: bool = False,
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         place = ("--host", "127.0.0.1", "--port", str(port))
+        own = {"VLLM_LOGGING_LEVEL": "INFO", **({SPAWN: "1"} if fresh else {})}
         with log.open("w") as file:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [*command, str(model), *place, *flags],
+                stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={
                     **{name: os.environ[name] for name in os.environ if name not in unset},
-                    "VLLM_LOGGING_LEVEL": "INFO",
+                    **own,
                     **(environment or {}),
                 },
                 start_new_session=True,

@@ -42,7 +42,7 @@ KINDS = {
     "chunk": {"points"},
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
-    "heads": {"alike", "streaming"},
+    "heads": {"alike", "shares", "streaming"},
     "prefill": {"all", "antidiagonal"},
 }
 

@@ -10,8 +10,9 @@ import numpy as np
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_pyramid.kv_cache.bundles import BundlePool
+from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 
 
 def check_host(coordinator: LockstepCoordinator) -> None:
@@ -46,17 +47,22 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     """
     check_host(coordinator)
     pool, prefixes = coordinator.block_pool, coordinator.prefixes.cache
+    lasting = coordinator.prefixes.lasting  # of the heads that never evict
+    kinds = [prefixes] if lasting is None else [prefixes, lasting]
     pools = getattr(pool, "pools", [pool])  # of the pipeline stages
     held, private = np.zeros(coordinator.layer_blocks.num_layers, np.int64), []
     refs: Counter[int] = Counter()
-    holders: dict[int, set[str]] = {}
-    in_use = {}
+    holders: dict[PrefixCache, dict[int, set[str]]] = {cache: {} for cache in kinds}
+    in_use: dict[PrefixCache, dict[int, BlockBundle]] = {cache: {} for cache in kinds}
     for request_id, record in coordinator.plans.records.items():
         assert not (record.bundles and record.released), "rows after the head was given back"
-        refs.update(map(id, record.bundles))
-        for row in record.bundles:
-            holders.setdefault(id(row), set()).add(request_id)
-        in_use.update({id(row): row for row in record.bundles})
+        assert record.released or lasting is None or len(record.bundles) == len(record.lasting)
+        of_kinds = [(prefixes, record.bundles), (lasting or prefixes, record.lasting)]
+        for cache, rows_of_kind in of_kinds:
+            refs.update(map(id, rows_of_kind))
+            for row in rows_of_kind:
+                holders[cache].setdefault(id(row), set()).add(request_id)
+            in_use[cache].update({id(row): row for row in rows_of_kind})
         for layer in range(coordinator.layer_blocks.num_layers):
             number, lane = divmod(layer, coordinator.lanes)
             manager = coordinator.layer_managers[number]
@@ -65,17 +71,19 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             assert len(table) == cdiv(
                 record.num_blocks, int(coordinator.layer_blocks.ratios[layer])
             )
-            count, start = int(prefixes.blocks[layer]), int(prefixes.blocks[:layer].sum())
-            for index, row in enumerate(record.bundles):
+            (cache, rows_of_layer) = next(kind for kind in of_kinds if kind[0].blocks[layer])
+            count, start = int(cache.blocks[layer]), int(cache.blocks[:layer].sum())
+            for index, row in enumerate(rows_of_layer):
                 of_layer = row.blocks[start : start + count]
                 assert table[index * count : (index + 1) * count] == list(of_layer)
             stage = coordinator.layer_blocks.stages.of_layer(layer)
-            own = [b for b in table[len(record.bundles) * count :] if not b.is_null]
+            own = [b for b in table[len(rows_of_layer) * count :] if not b.is_null]
             assert all(pools[stage].blocks[b.block_id] is b for b in own), "another stage's"
             ids = [(stage, b.block_id) for b in own]
             held[layer] += len(ids)
             private.extend(ids)
-    held += len(in_use) * prefixes.blocks
+    held += sum(len(rows_of_kind) * cache.blocks for cache, rows_of_kind in in_use.items())
+    used = {key: row for rows_of_kind in in_use.values() for key, row in rows_of_kind.items()}
     stock_groups = coordinator.stock_groups
     of_companions = [
         row
@@ -84,7 +92,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         for row in table.bundles
     ]
     refs.update(map(id, of_companions))
-    in_use.update({id(row): row for row in of_companions})
+    used.update({id(row): row for row in of_companions})
     beside = [
         (0, block.block_id)
         for manager in coordinator.single_type_managers
@@ -111,14 +119,16 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         if record.pending_copy
     ]
     assert {*map(id, aside)} <= {*map(id, left)}, "set aside for nobody"
-    rows = {id(row): row for row in (*pool.bundles.values(), *in_use.values())}
+    rows = {id(row): row for row in (*pool.bundles.values(), *used.values())}
+    of_requests = {key: names for of_kind in holders.values() for key, names in of_kind.items()}
     for row in rows.values():
         assert row.refs == refs[id(row)], "references are miscounted"
         is_known = pool.bundles[row.hash] is row
         assert is_known != (row in pool.twins.get(row.hash, ())), "a twin is nobody's"
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
-        assert row.holders == holders.get(id(row), set()), "somebody else's row"
-    assert prefixes.holders.counts == Counter(map(frozenset, holders.values()))
+        assert row.holders == of_requests.get(id(row), set()), "somebody else's row"
+    for cache in kinds:
+        assert cache.holders.counts == Counter(map(frozenset, holders[cache].values()))
     assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.bundles)
     assert all(pool.twins.values()), "an empty list of twins"
     of_rows = [

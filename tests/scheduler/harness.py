@@ -51,6 +51,7 @@ from vllm_pyramid.kv_cache.bundle_file import write_file
 from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.tools.demo import model_path
@@ -68,6 +69,7 @@ def kv_cache_config(
     beside: Sequence[Beside] = (),
     stages: tuple[int, ...] = (),
     lanes: int = 1,
+    heads: Heads | None = None,
 ) -> KVCacheConfig:
     """One group a layer over one pool of `num_blocks` blocks, the null block included.
 
@@ -77,6 +79,7 @@ def kv_cache_config(
         stages: layers of each pipeline stage, with a pool of `num_blocks` each.
         lanes: KV heads of a group, each with a table of its own; `num_layers` counts these, and
             `block_size` is a lane's.
+        heads: which of these never evict.
     """
     groups = []
     for layer in range(num_layers // lanes):
@@ -93,7 +96,7 @@ def kv_cache_config(
         if device_layers is not None and layer >= device_layers:
             spec = KeyOnlyKVCacheSpec.of(spec)
         if lanes > 1:
-            spec = HeadKVCacheSpec.of(spec)
+            spec = HeadKVCacheSpec.of(spec, heads)
         groups.append(KVCacheGroupSpec([f"layer.{layer}"], spec))
     others = [
         KVCacheGroupSpec([f"beside.{index}"], layer.spec) for index, layer in enumerate(beside)
@@ -249,6 +252,7 @@ def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidA
             setup.beside,
             setup.stages,
             setup.lanes,
+            load_policy(setup.policy, setup.budget, dict(setup.policy_args)).heads,
         ),
         structured_output_manager=_structured_output_manager(setup),
         block_size=lcm(setup.largest_block, *(layer.block_size for layer in setup.beside)),

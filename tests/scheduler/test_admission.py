@@ -109,9 +109,9 @@ def _forecast(usable: int, shared: SharedBlocks) -> int:
 
 def test_the_forecast_counts_what_both_hold_before_the_first_ends() -> None:
     """The first has 11 tokens to come: it ends with 8 blocks when the second has 7."""
-    nothing = SharedBlocks(np.zeros(0, np.int64), np.zeros((0, 2), np.bool_))
+    nothing = SharedBlocks(np.zeros(0, np.int64), np.zeros((0, 2), np.bool_), np.zeros(0, np.bool_))
     assert [_forecast(usable, nothing) for usable in (16, 15, 14, 10)] == [0, 0, 1, 5]
-    both = SharedBlocks(np.array([3]), np.ones((1, 2), np.bool_))
+    both = SharedBlocks(np.array([3]), np.ones((1, 2), np.bool_), np.zeros(1, np.bool_))
     assert [_forecast(usable, both) for usable in (12, 11, 10)] == [0, 1, 2]
 
 

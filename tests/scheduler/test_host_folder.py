@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.scheduler.harness import Setup, make_scheduler, vllm_config
+from vllm_pyramid.methods.pages import SelectPages
+from vllm_pyramid.policy.presets import load_policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler import host_folder
 from vllm_pyramid.scheduler.host_folder import namespace_of
@@ -84,6 +86,23 @@ def test_what_changes_it(config: Any, monkeypatch: pytest.MonkeyPatch, change: A
     before = name_of(config)
     change(config, monkeypatch)
     assert name_of(config) != before
+
+
+def test_what_summaries_depend_on_changes_it(config: Any) -> None:
+    """The scorer, and which layers have any; the budget by which pages are chosen does not."""
+    settings = ServedSettings.of(config)
+    assert settings is not None
+    specs = make_scheduler(SETUP, 90).coordinator.layer_specs
+
+    def name(**attend: Any) -> str:
+        policy = load_policy("select").model_copy(update={"attend": SelectPages(**attend)})
+        return namespace_of(config, replace(settings, policy=policy), specs)
+
+    assert name(scorer="exact") == name_of(config, specs), "it keeps no summaries"
+    assert name(budget="6%", sinks=0) == name()
+    scorers = [name(scorer=scorer) for scorer in ("spread", "box", "mean", "representative")]
+    scorers += [name(dense_layers=1), name(scorer={"kind": "representative", "count": 3})]
+    assert len({*scorers, name_of(config, specs)}) == 7
 
 
 def test_the_layout_changes_it(config: Any) -> None:

@@ -9,9 +9,12 @@ the reference machine takes them (`tests/plumbing/reference_time.py`).
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -19,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.plumbing.reference_time import ReferenceTime
 from tests.scheduler.harness import Setup, hasher, make_scheduler
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.allocator import point_of_tokens
+from vllm_pyramid.policy.allocator import CurveAllocator, point_of_tokens
 from vllm_pyramid.policy.limits import MAX_KEYS, MAX_TURNS
 from vllm_pyramid.policy.planning import plan_prompt
 from vllm_pyramid.policy.request import check_request, for_request
@@ -29,6 +32,7 @@ from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 pytestmark = pytest.mark.cpu
 
 MOST_MS = 2.0
+TURNS, MOST_CALLS = 116, 40  # to plan one more turn of that many
 PROMPT = 60_000  # a body of 64 KB has hardly more
 LAYERS = 80
 TIMES = 7
@@ -215,20 +219,66 @@ def test_a_new_budget_costs_a_plan_and_no_more(policy: str) -> None:
 @pytest.mark.parametrize("share", [5, 50, 90])
 @pytest.mark.parametrize("allocator", ["uniform", "exponential", "geometric", "shares"])
 def test_no_allocator_takes_longer_for_many_turns(allocator: str, share: int) -> None:
-    """Those of policies; an application's own is called for one turn after the other."""
+    """Those of policies; an application's own is called for one turn after the other.
+
+    Calls are counted, which a busy machine leaves alone; time sees what one call may do too much.
+    """
+    plan = _plan_of(allocator, share)
+    calls, least = _calls_of_a_turn(plan), _least_ms(lambda index: plan(index, MAX_TURNS))
+    print(allocator, share, f"{calls:.1f} calls, {least:.3f} ms")
+    assert calls < MOST_CALLS
+    assert least < 3 * MOST_MS
+
+
+def test_an_allocator_that_is_called_for_each_turn_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fault for which the calls are counted."""
+
+    def one_by_one(self: CurveAllocator, means: Any, num_layers: int, capacities: Any) -> Any:
+        both = zip(means.tolist(), capacities.tolist(), strict=True)
+        return np.stack([self.allocate(mean, num_layers, capacity) for mean, capacity in both])
+
+    monkeypatch.setattr(CurveAllocator, "allocate_all", one_by_one)
+    for allocator in ("exponential", "geometric", "shares"):
+        calls = _calls_of_a_turn(_plan_of(allocator, 50))
+        print(allocator, f"{calls:.1f} calls")
+        assert calls > MOST_CALLS
+
+
+def _plan_of(allocator: str, share: int) -> Callable[[int, int], int]:
+    """Return what plans a request of a number and of so many turns, and says how many it plans."""
     fields = {"shares": [1 + layer * 7 % 13 for layer in range(LAYERS)]}
     parts = {"kind": allocator, **(fields if allocator == "shares" else {})}
     served = load_policy("pyramidkv").model_copy(update={"allocator": parts})
 
-    def plan(index: int) -> None:
-        extra = {"kv_budget": f"{share}.{index}%", "kv_turns": _turns(500 + index, 116)}
+    def plan(index: int, turns: int) -> int:
+        extra = {"kv_budget": f"{share}.{index}%", "kv_turns": _turns(500 + index, 116, turns)}
         found = for_request(served, extra)
         assert found.error is None, found.error
-        assert len(found.plan(PROMPT, LAYERS, 16).points) > 50
+        points = len(found.plan(PROMPT, LAYERS, 16).points)
+        assert turns < TURNS or points > 50
+        return points
 
-    least = _least_ms(plan)
-    print(allocator, share, f"{least:.3f} ms")
-    assert least < MOST_MS
+    return plan
+
+
+def _calls_of_a_turn(plan: Callable[[int, int], int]) -> float:
+    """Return the calls, of Python and of C, that one more planned turn takes."""
+    plan(1, TURNS)  # imports, and what is kept for the policy
+    counts = []
+    for turns in (TURNS // 4, TURNS):
+        calls: Counter[str] = Counter()
+        plan_prompt.cached.clear()
+        point_of_tokens.cached.clear()
+        sys.setprofile(lambda _frame, event, _arg, calls=calls: calls.update([event]))
+        try:
+            points = plan(2, turns)
+        finally:
+            sys.setprofile(None)
+        counts.append((points, calls["call"] + calls["c_call"]))
+    (fewer, least), (more, most) = counts
+    return (most - least) / (more - fewer)
 
 
 def _least_ms(step: Callable[[int], object]) -> float:

@@ -40,7 +40,9 @@ from tests.scheduler.harness import (
     make_scheduler,
 )
 from tests.scheduler.harness import Row as WorkerRow
+from tests.scheduler.head_lengths import CHUNKED_KIND as CHUNKED_HEADS
 from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
+from tests.scheduler.head_lengths import SOME_KIND as SOME_LENGTHS
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.methods.host_values import HostValues
@@ -392,7 +394,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             _, places, tags, before = looked_at[id(row)] = known
             assert (self.worker.memory_PN[places] == tags).all(), "a row was written into"
             assert before is None or before in pool.bundles
-            if beside := row.hash[HASH_BYTES:]:
+            beside = row.hash[HASH_BYTES:]
+            if self.coordinator.prefixes.lasting is not None and beside:
+                self.seen["lasting"] += 1
+            elif beside:
                 self.seen["rows beside evicted" if b"@" in beside else "rows beside"] += 1
         self.looked_at = looked_at
 
@@ -442,8 +447,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         Returns:
             Where they are, `[cells]` each; and the name of the row before, which must be there.
         """
-        prefixes = self.coordinator.prefixes.cache
+        prefixes, lasting = self.coordinator.prefixes.cache, self.coordinator.prefixes.lasting
         name, beside = row.hash[:HASH_BYTES], row.hash[HASH_BYTES:]
+        if lasting is not None and beside:
+            prefixes, beside = lasting, b""
         index, request = owners[name]
         layers = list(enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True)))
         number, _, behind = beside[1:].partition(b"@")
@@ -452,13 +459,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             count = prefixes.tokens // kind.block_size
             numbers = [max(group - self.setup.num_layers, 0) for group in kind.groups]
             layers = [(FIRST_LAYER + number, (count, kind.block_size)) for number in numbers]
-        before = None if beside or not index else prefixes.hashes(request)[index - 1]
+        before = None
+        if index and not beside:
+            before = prefixes.named(prefixes.hashes(request)[index - 1 : index])[0]
         prompt, salt = list(request.all_token_ids), request.cache_salt
         expected = WorkerRow(0, prompt, salt, [], [], np.zeros(0), np.zeros(0))
         positions = index * prefixes.tokens + np.arange(prefixes.tokens)
         blocks, ids, offsets = iter(row.blocks), [], []
         pool_size = self.worker.num_blocks + 1
         for layer, (count, size) in layers:
+            if not count:  # a lane of the other kind
+                continue
             own = [next(blocks).block_id for _ in range(count)]
             stage = 0 if beside else self.setup.stage_of[layer]
             ids.append(np.repeat(own, size) + stage * pool_size)
@@ -1097,6 +1108,38 @@ VARIANTS |= {
     "sync-forecast-heads": Setup(lanes=2, admission="forecast", **LANES, **SMALL),
 }
 
+# The same, sharing prefixes: some heads never evict (their bundles last), or all may.
+SHARED_LANES: dict[str, Any] = {
+    **LANES,
+    "policy_args": (("heads", SOME_LENGTHS),),
+    "prefix_caching": True,
+}
+# Evictions inside the prompt of the heads that stream.
+CHUNKED_LANES: dict[str, Any] = {
+    **LANES,
+    "policy_args": (("heads", CHUNKED_HEADS), ("chunk.tokens", 24)),
+    "max_model_len": 192,
+}
+VARIANTS |= {
+    "sync-shared-heads": Setup(lanes=2, **SHARED_LANES, **SMALL),
+    "async-shared-heads": Setup(lanes=3, block_size=6, asynchronous=True, **SHARED_LANES, **SMALL),
+    "async-shared-heads-priorities": Setup(
+        lanes=2, asynchronous=True, priorities=True, reserve_full_prompt=False, **SHARED_LANES
+    ),
+    "sync-shared-forecast-heads": Setup(lanes=2, admission="forecast", **SHARED_LANES, **SMALL),
+    "sync-heads-inside": Setup(lanes=2, reserve_full_prompt=False, **CHUNKED_LANES),
+    "async-shared-heads-inside": Setup(
+        lanes=3,
+        block_size=6,
+        prefix_caching=True,
+        asynchronous=True,
+        reserve_full_prompt=False,
+        **CHUNKED_LANES,
+        **SMALL,
+    ),
+    "sync-shared-heads-all": Setup(lanes=2, prefix_caching=True, **LANES, **SMALL),
+}
+
 # Conversations beside windows, and beside a draft model.
 VARIANTS |= {
     "sync-turns-beside": Setup(beside=CAUSAL, reserve_full_prompt=False, **TALKS),
@@ -1171,9 +1214,12 @@ def test_machine(variant: str, seed: int) -> None:
     Machine.setup = setup
     happenings = ["evicted", "mixed steps"]
     if setup.prefix_caching:
-        happenings += ["hits"] if "inside" in variant else ["hits", "twins"]
-        happenings += [] if "swapped" in variant or "whole" in variant else ["copied"]
-        happenings += [] if "swapped" in variant else ["left behind"]
+        rare = "inside" in variant or (setup.lanes > 1 and "all" in variant)
+        happenings += ["hits"] if rare else ["hits", "twins"]
+        copies = "swapped" not in variant and not setup.lanes > 1
+        happenings += ["copied"] if copies and "whole" not in variant else []
+        happenings += ["left behind"] if copies else []
+        happenings += ["lasting"] if setup.lanes > 1 and "all" not in variant else []
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["evicted again"]

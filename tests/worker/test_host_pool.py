@@ -88,6 +88,31 @@ def test_every_byte_comes_back(dtype: torch.dtype, head_size: int, inference: bo
     assert torch.equal(pages, expected)
 
 
+@pytest.mark.parametrize("head_size", [8, 3])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_summaries_follow_their_blocks(rows: int, head_size: int) -> None:
+    """Behind each block of a slot; those of other blocks stay as they are."""
+    of = specs(torch.bfloat16, head_size)
+    of_summary = rows * 2 * head_size * 2
+    num_bytes = SLOTS * LAYERS * (of[0].page_size_bytes + of_summary)
+    pool, kv_caches = HostPool(num_bytes, of, HostMemory, summary_rows=rows), caches(of)
+    assert pool.slots.shape == (SLOTS, LAYERS, of[0].page_size_bytes + of_summary)
+    summaries = torch.randn(BLOCKS, 2, rows * head_size).bfloat16()
+    pool.bind(kv_caches, BLOCKS, summaries)
+    pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
+    before = [pages.clone(), summaries.clone()]
+    pool.store(step([HostCopy(2, [5, 1, 9]), HostCopy(0, [7])], []))
+    pages.fill_(0)
+    summaries.fill_(-1)
+    pool.load(step([], [HostCopy(2, [3, 4, 8]), HostCopy(0, [11])]))
+    expected = [torch.zeros_like(before[0]), torch.full_like(before[1], -1)]
+    for memory, known, found in zip((pages, summaries), before, expected, strict=True):
+        found[[3, 4, 8, 11]] = known[[5, 1, 9, 7]]
+        assert torch.equal(memory, found)
+    with pytest.raises(RuntimeError, match="has room for"):
+        pool.bind(kv_caches, BLOCKS)
+
+
 def test_a_step_copies_out_then_on_the_device_then_in() -> None:
     """Blocks that are stored may take copies in the same step, and others what was just stored."""
     of = specs(torch.float32)
@@ -138,6 +163,8 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
     of = specs(torch.bfloat16)
     size = of[0].page_size_bytes
     before = torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8)
+    of_summary = torch.randint(0, 256, (BLOCKS, of[0].summary_bytes(1)), dtype=torch.uint8)
+    whole = torch.cat([before, of_summary], 1)
     path = tmp_path / "aa" / "bundle.kv"
     begin = BundleFile("one", bytes(32), LAYERS, None).begin()
     orders = FileOrders([str(tmp_path / "gone.kv")], [FileSave(str(path), [begin], [5, 1, 9])])
@@ -147,22 +174,26 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
         def allocate(num_bytes: int) -> Any:
             return SimpleNamespace(bytes=device.put(torch.zeros(num_bytes, dtype=torch.uint8)))
 
-        pool = HostPool(SLOTS * LAYERS * size, of, allocate)
-        pages = pool._pages = device.put(before.clone())
+        num_bytes = SLOTS * LAYERS * whole.shape[1]
+        pool = HostPool(num_bytes, of, allocate, summary_rows=1)
+        pages = device.put(before.clone())
+        summaries = device.put(of_summary.clone())
+        pool._memories = [pages, summaries]
         pool.store(step([HostCopy(2, [4, 7])], [], files=orders))
         pages.fill_(0)
-        fill = HostFill(0, [before[[0, 2, 3]].numpy().tobytes()])
+        summaries.fill_(0)
+        fill = HostFill(0, [whole[[0, 2, 3]].numpy().tobytes()])
         output = step([fill], [HostCopy(2, [1, 2]), HostCopy(0, [6, 8, 10])])
         pool.store(output)
         pool.load(output)
         assert pool.writer is not None
         pool.writer.finish()
     assert device.waits == []
-    expected = torch.zeros_like(before)
-    expected[[1, 2, 6, 8, 10]] = before[[4, 7, 0, 2, 3]]
-    assert torch.equal(data_of(pages), expected)
+    expected = torch.zeros_like(whole)
+    expected[[1, 2, 6, 8, 10]] = whole[[4, 7, 0, 2, 3]]
+    assert torch.equal(torch.cat([data_of(pages), data_of(summaries)], 1), expected)
     _, content = read_file(str(path), 1 << 20)
-    assert bytes(content) == before[[5, 1, 9]].numpy().tobytes(), "as it was before the step"
+    assert bytes(content) == whole[[5, 1, 9]].numpy().tobytes(), "as it was before the step"
     assert pool.writer.take_failed() == 0 and not (tmp_path / "gone.kv").exists()
 
 

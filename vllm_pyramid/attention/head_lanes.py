@@ -150,13 +150,17 @@ class HeadLanes:
         group = batch.query.shape[1] // count
         tables = batch.block_table.unflatten(0, (-1, count))
         lens, skips = (rows.unflatten(0, (-1, count)) for rows in (batch.seq_lens, batch.skips))
+        output = inputs.output
         for lane in range(count):
+            heads = slice(lane * group, (lane + 1) * group)
             yield replace(
                 inputs,
                 layer=inputs.layer * count + lane,
+                output=None if output is None else output[heads],
+                log_sum_exp=None,  # of the requests of one head, whose order is another
                 batch=replace(
                     batch,
-                    query=batch.query[:, lane * group : (lane + 1) * group],
+                    query=batch.query[:, heads],
                     block_table=tables[:, lane],
                     query_start_loc=batch.query_start_loc[::count] // count,
                     seq_lens=lens[:, lane].contiguous(),

@@ -17,6 +17,7 @@ from vllm_pyramid.frontend.refusals import (
     asks_for_host_cache,
     unless,
 )
+from vllm_pyramid.policy import Policy
 
 _STOCK_WORKERS = (
     "auto",
@@ -42,6 +43,11 @@ def _has_host_folder(args: EngineArgs) -> bool:
 
 def _has_several_hosts(args: EngineArgs) -> bool:
     return args.nnodes > 1 or args.distributed_executor_backend == "ray"
+
+
+def _has_own_page_scorer(policy: Policy) -> bool:
+    scorer = getattr(policy.attend, "scorer", None)
+    return scorer is not None and ":" in scorer.kind
 
 
 def _has_hashes_of_one_process(args: EngineArgs) -> str | None:
@@ -99,9 +105,15 @@ OF_ARGUMENTS = (
         lambda args, policy: _has_host_cache(args) and not policy.copies_blocks,
     ),
     Refusal(
-        "--kv-host-cache and a policy that selects pages",
-        "summaries of pages are not stored yet; choose a policy without attend, such as full",
-        lambda args, policy: _has_host_cache(args) and policy.attend.selects,
+        "--kv-host-cache-dir and a page scorer of your own",
+        "files hold its summaries, and its code may be another after a restart; choose spread, box "
+        "or mean, or leave the folder out",
+        lambda args, policy: _has_host_folder(args) and _has_own_page_scorer(policy),
+    ),
+    Refusal(
+        "--kv-host-cache and lengths of single heads",
+        "a slot has a block of each layer; choose a policy without `heads`",
+        lambda args, policy: _has_host_cache(args) and policy.heads.splits,
     ),
     Refusal(
         "--kv-host-cache-dir and ranks on several hosts",

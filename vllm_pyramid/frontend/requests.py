@@ -139,8 +139,8 @@ class PolicyRequestChecks:
                 check_spans_fit(found, length, layers, config.cache_config.block_size)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
-        if settings.policy.inner_policy is None:
-            return
+        if settings.policy.inner_policy is None or settings.policy.heads.splits:
+            return  # the scheduler, which knows the lanes, checks it
         if not engine.has_pool and processor.vllm_config.cache_config.num_gpu_blocks:
             engine.pool, engine.has_pool = pool_of(processor.vllm_config), True
         if engine.pool is None:

@@ -32,7 +32,6 @@ from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_groups import LayerGroups
 from vllm_pyramid.kv_cache.new_blocks import extend_tables
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
-from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_sharing import PrefixSharing
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
@@ -94,13 +93,11 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans = RequestPlans(self.counters)
         self._records = self.plans.records
         self.block_copies = BlockCopies(stages)
-        cache = PrefixCache(
-            self.block_pool, self.layer_managers, self.layer_blocks, self._hash_tokens
-        )
+        cache, lasting = found.prefix_caches(self.block_pool, self.layer_blocks, self._hash_tokens)
         self._bundle_tokens = cache.tokens
         groups, layer_blocks = self.stock_groups, self.layer_blocks
         common = groups, layer_blocks, self.plans, self.block_copies, self.counters
-        self.prefixes = PrefixSharing(self.block_pool, cache, *common)
+        self.prefixes = PrefixSharing(self.block_pool, cache, *common, lasting)
         sessions = SessionCache(self.block_pool, self.layer_managers, cache.tokens)
         self.sessions = SessionResume(self.block_pool, sessions, cache, *common)
         self._session_cache = sessions
@@ -170,8 +167,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         if hit and pool.bottleneck(needed) <= pool.get_num_free_blocks():
             # Idle bundles that the request shares count as free, and will not any more; the most
             # blocks that it holds include what it shares.
-            idle = len(pool.idle_bundles(shared))
-            needed = np.minimum(by_stage + self.prefixes.cache.bundle_blocks * idle, most)
+            needed = np.minimum(by_stage + self.prefixes.idle_blocks(shared), most)
         return pool.bottleneck(needed) + of_stock
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -286,9 +282,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             return
         self.prefixes.withdraw_unscheduled(request_id, record)
         self.prefixes.keep_evicted(request_id, record, record.resolved)
-        in_bundles = self.prefixes.cache.blocks * len(record.bundles)
+        in_bundles, unused = self.prefixes.leave_all(request_id, record)
         counters.held_blocks -= self.layer_blocks.of_units(record.num_blocks) - in_bundles
-        counters.held_blocks -= self.prefixes.leave(request_id, record)
+        counters.held_blocks -= unused
         self.sessions.save(request_id, record)
         plan = record.resolved or record.terms.plan
         if record.released and isinstance(plan, RetentionPlan):

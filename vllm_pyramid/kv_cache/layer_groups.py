@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +12,11 @@ import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
+from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 
 
@@ -73,6 +76,20 @@ class LayerGroups(NamedTuple):
         """
         sizes, full_size = [spec.block_size for spec in self.specs], self.specs[0].full_block_size
         return LayerBlocks(sizes, stages, full_size, stock_sizes, self.lanes)
+
+    def prefix_caches(
+        self, pool: BundlePool, layer_blocks: LayerBlocks, hash_block_size: int
+    ) -> tuple[PrefixCache, PrefixCache | None]:
+        """Return the prefix cache of the lanes that evict, and that of those that never do.
+
+        Returns:
+            The second is None unless there are both: then the first has all lanes.
+        """
+        make = partial(PrefixCache, pool, self.managers, layer_blocks, hash_block_size)
+        whole = np.concatenate([spec.whole or (False,) * spec.lanes for spec in self.specs])
+        if whole.all() or not whole.any():
+            return make(), None
+        return make(~whole), make(whole, b"whole")
 
     def blocks_held(self, request_id: str) -> list[int]:
         """Count the blocks of the pool in a request's tables, `[layers * lanes]`."""

@@ -157,7 +157,7 @@ def roles_of(
 def _spec_for(policy: Policy, name: str, spec: LayerKVCacheSpec) -> LayerKVCacheSpec:
     """Return the spec of a layer that evicts, as the policy lays its cache out."""
     if policy.heads.splits:
-        return HeadKVCacheSpec.of(spec)
+        return HeadKVCacheSpec.of(spec, policy.heads)
     if policy.values.on_device(spec.layer_idx):
         return spec
     return KeyOnlyKVCacheSpec.of(_with_values_alike(name, spec))

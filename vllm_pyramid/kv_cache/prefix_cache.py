@@ -19,7 +19,6 @@ Reserved blocks count as free. If another request needs them meanwhile, less of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +37,8 @@ class PrefixCache:
     Args:
         managers: the layers' managers.
         hash_block_size: tokens of one of a request's `block_hashes`.
+        has: `[layers]` bool, the layers (lanes) whose blocks are in these bundles; None: all are.
+        suffix: of these bundles' hashes, where others have the blocks of other lanes.
 
     Attributes:
         tokens: tokens of a bundle: the largest block.
@@ -52,13 +53,23 @@ class PrefixCache:
         managers: Sequence[SingleTypeKVCacheManager],
         layer_blocks: LayerBlocks,
         hash_block_size: int,
+        has: npt.NDArray[np.bool_] | None = None,
+        suffix: bytes = b"",
     ) -> None:
-        self._pool, self._managers = pool, managers
+        self._pool, self._managers, self._suffix = pool, managers, suffix
         self.tokens = layer_blocks.largest
-        self.blocks = self.tokens // layer_blocks.block_sizes
+        of_layers = self.tokens // layer_blocks.block_sizes
+        self.blocks = of_layers if has is None else np.where(has, of_layers, 0)
         self.bundle_blocks = layer_blocks.stages.sums(self.blocks)
         assert pool.bundle_counts in ((), tuple(self.bundle_blocks.tolist())), "several page sizes"
-        self._counts: list[int] = self.blocks.tolist()
+        self._entries = [
+            _entries(blocks, chosen)
+            for blocks, chosen in zip(
+                of_layers.reshape(len(managers), -1).tolist(),
+                (self.blocks > 0).reshape(len(managers), -1).tolist(),
+                strict=True,
+            )
+        ]
         assert self.tokens % hash_block_size == 0, (self.tokens, hash_block_size)
         self._hashes_per_bundle = self.tokens // hash_block_size
         self.holders = SharedBlockIndex()
@@ -86,15 +97,17 @@ class PrefixCache:
         bundles, revived = self._pool.adopt(hashes)
         self.holders.add(request_id, bundles)
         columns = iter(list(zip(*(bundle.blocks for bundle in bundles), strict=True)))
-        for manager, count in zip(self._managers, self._counts, strict=True):
-            of_layer = [next(columns) for _ in range(count)]
-            table = manager.req_to_blocks[request_id]
-            if table:
+        for manager, (entries, stride) in zip(self._managers, self._entries, strict=True):
+            table, length = manager.req_to_blocks[request_id], len(hashes) * stride
+            if not table:
+                table.extend([manager.block_pool.null_block] * length)
+            if len(table) != length or not all(table[entry].is_null for entry in entries):
                 raise RuntimeError(
                     f"request {request_id} has {len(table)} blocks already, where its tables "
                     "begin; report this"
                 )
-            table.extend(chain.from_iterable(zip(*of_layer, strict=True)))
+            for entry in entries:
+                table[entry::stride] = next(columns)
         return bundles, revived
 
     def publish(
@@ -107,14 +120,15 @@ class PrefixCache:
         """
         hashes = self.hashes(request, key)
         end = min(tokens // self.tokens, len(hashes))
+        names = self.named(hashes[known:end])
         columns: list[Sequence[KVCacheBlock]] = []
-        for manager, count in zip(self._managers, self._counts, strict=True):
-            blocks = manager.req_to_blocks[request.request_id][known * count : end * count]
-            columns.extend(blocks[index::count] for index in range(count))
+        for manager, (entries, stride) in zip(self._managers, self._entries, strict=True):
+            blocks = manager.req_to_blocks[request.request_id][known * stride : end * stride]
+            columns.extend(blocks[entry::stride] for entry in entries)
         of_bundles = zip(*columns, strict=True)
         bundles = [
             self._pool.publish(block_hash, blocks)
-            for block_hash, blocks in zip(hashes[known:end], of_bundles, strict=True)
+            for block_hash, blocks in zip(names, of_bundles, strict=True)
         ]
         self.holders.add(request.request_id, bundles)
         return bundles
@@ -173,10 +187,11 @@ class PrefixCache:
         Returns:
             How many of the bundles no request uses any more.
         """
-        for manager, count in zip(self._managers, self._counts, strict=True):
-            length = len(bundles) * count
-            null = [manager.block_pool.null_block] * length
-            manager.req_to_blocks[request_id][:length] = null
+        for manager, (entries, stride) in zip(self._managers, self._entries, strict=True):
+            null = [manager.block_pool.null_block] * len(bundles)
+            table, length = manager.req_to_blocks[request_id], len(bundles) * stride
+            for entry in entries:
+                table[entry:length:stride] = null
         self.holders.remove(request_id, bundles)
         return self._pool.release(bundles)
 
@@ -195,3 +210,25 @@ class PrefixCache:
         """
         found = request.block_hashes[self._hashes_per_bundle - 1 :: self._hashes_per_bundle]
         return [BlockHash(one + key) for one in found] if key else found
+
+    def named(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """Return the names of the bundles of these hashes."""
+        if not self._suffix:
+            return hashes
+        return [BlockHash(block_hash + self._suffix) for block_hash in hashes]
+
+
+def _entries(blocks: Sequence[int], chosen: Sequence[bool]) -> tuple[list[int], int]:
+    """Return which entries of a layer's table are a bundle's, lane by lane, and how many it spans.
+
+    Args:
+        blocks: of each lane at the bundle's positions; all the same. chosen: of each lane.
+    """
+    lanes = len(blocks)
+    found = [
+        block * lanes + lane
+        for lane, is_chosen in enumerate(chosen)
+        if is_chosen
+        for block in range(blocks[lane])
+    ]
+    return found, blocks[0] * lanes

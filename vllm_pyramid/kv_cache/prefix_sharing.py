@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request finds of its prompt in the cache, what it publishes, and what it keeps there."""
+"""What a request finds of its prompt in the cache, what it publishes, and what it keeps there.
+
+Where KV heads have block tables of their own, some of them may never evict. Their blocks are then
+bundles of their own, which a request keeps to its end; those of the others go back when it evicts:
+
+    positions            0 ....... untouched ....... end of the prompt
+    heads that evict     [ bundles          ][ own           ]     until the first eviction
+    the others           [ lasting bundles  ][ own           ]     until the request ends
+
+A prefix is found as far as both are there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +37,13 @@ from vllm_pyramid.policy.prefill import TILE
 class PrefixSharing:
     """Prefix caching: the part of a request's life in which its blocks may be others', too.
 
+    Args:
+        lasting: see the attribute.
+
     Attributes:
         cache: the prefixes in the pool and in the tables.
+        lasting: those of the heads that never evict, where others do; None: `cache` has all.
+        bundle_blocks: `[stages]` blocks of all bundles at one range of positions.
         host: the host cache; None without one.
     """
 
@@ -42,8 +58,12 @@ class PrefixSharing:
         plans: RequestPlans,
         copies: BlockCopies,
         counters: CacheCounters,
+        lasting: PrefixCache | None = None,
     ) -> None:
         self._pool, self.cache, self._stock_groups = pool, cache, stock_groups
+        self.lasting, self.bundle_blocks = lasting, cache.bundle_blocks
+        if lasting is not None:
+            self.bundle_blocks = cache.bundle_blocks + lasting.bundle_blocks
         self._layer_blocks, self._copies, self._counters = layer_blocks, copies, counters
         self._records = plans.records
         self._units_per_bundle = cache.tokens // layer_blocks.unit
@@ -64,6 +84,8 @@ class PrefixSharing:
         shared = most if terms.shareable is None else min(most, terms.shareable)
         may_share = shared // cache.tokens
         record.prefix_hit = hit = cache.find(request, most, may_share, terms.cache_key)
+        if self.lasting is not None:
+            del hit[self._pool.longest_prefix(self.lasting.named(hit)) :]
         without_copies = may_share
         if self._stock_groups:
             del hit[self._stock_groups.covered(hit, terms.suffix) :]
@@ -94,12 +116,12 @@ class PrefixSharing:
         """Return whether the request gets its blocks without dissolving those it copies."""
         plan = terms.plan
         assert plan is not None
-        cache, bundle_blocks = self.cache, self.cache.bundle_blocks
+        cache, bundle_blocks = self.cache, self.bundle_blocks
         needed = bundle_blocks * (-(-request.num_tokens // cache.tokens))
         needed = np.minimum(needed, self._layer_blocks.most(plan, request.num_tokens))
         needed -= bundle_blocks * min(may_share, len(hit))
         free = self._pool.free_by_stage()
-        free -= bundle_blocks * len(self._pool.idle_bundles(hit))
+        free -= self.idle_blocks(hit)
         if self._stock_groups:
             needed += self._stock_groups.missing_blocks(
                 request.request_id, request.num_tokens, hit=len(hit) * cache.tokens
@@ -113,6 +135,14 @@ class PrefixSharing:
         if shareable is None:
             return record.prefix_hit
         return record.prefix_hit[: shareable // self.cache.tokens]
+
+    def idle_blocks(self, hit: Sequence[BlockHash]) -> npt.NDArray[np.int64]:
+        """Return the blocks of the bundles of a hit that count as free, `[stages]`."""
+        idle = self.cache.bundle_blocks * len(self._pool.idle_bundles(hit))
+        if self.lasting is not None:
+            names = self.lasting.named(hit)
+            idle = idle + self.lasting.bundle_blocks * len(self._pool.idle_bundles(names))
+        return idle
 
     def enter(
         self, request_id: str, record: SchedulerRequest, tokens: int
@@ -146,6 +176,10 @@ class PrefixSharing:
             record.bundles, revived = self.cache.enter(request_id, shared)
             record.num_blocks = len(shared) * self._units_per_bundle
             self._counters.held_blocks += self.cache.blocks * revived
+            if self.lasting is not None:
+                names = self.lasting.named(shared)
+                record.lasting, revived = self.lasting.enter(request_id, names)
+                self._counters.held_blocks += self.lasting.blocks * revived
         for block_hash in reversed(copied):
             self._pool.touch_bundle(block_hash)
         if self._stock_groups and hit:
@@ -201,6 +235,8 @@ class PrefixSharing:
         key = record.terms.cache_key
         if bundles := self.cache.publish(request, len(record.bundles), tokens, key):
             self._published_from.setdefault(request.request_id, len(record.bundles))
+            if self.lasting is not None:
+                record.lasting += self.lasting.publish(request, len(record.bundles), tokens)
             record.bundles.extend(bundles)
 
     def _count_query(self, record: SchedulerRequest) -> None:
@@ -213,7 +249,8 @@ class PrefixSharing:
     def mark_scheduled(self) -> None:
         """Record that all published blocks are computed, or will be in the scheduled step."""
         for request_id, before in self._published_from.items():
-            for bundle in self._records[request_id].bundles[before:]:
+            record = self._records[request_id]
+            for bundle in chain(record.bundles[before:], record.lasting[before:]):
                 bundle.scheduled = True
         self._published_from.clear()
         self._stock_groups.publish_noted()
@@ -223,19 +260,31 @@ class PrefixSharing:
 
         No request has been admitted since, so no other request uses them.
         """
-        before = self._published_from.pop(request_id, len(record.bundles))
+        before = self._published_from.pop(request_id, None)
+        if before is None:
+            return
         self.cache.withdraw(request_id, record.bundles[before:])
         del record.bundles[before:]
+        if self.lasting is not None:
+            self.lasting.withdraw(request_id, record.lasting[before:])
+            del record.lasting[before:]
 
     def shared_bundles(self, request_id: str) -> dict[frozenset[str], int]:
         """Count bundles that several requests have, if this request began with its hit.
 
         Returns:
-            The number of bundles by the set of requests that have them.
+            The number of bundles by the set of requests that have them until they evict.
         """
-        hit = self.shared_hit(self._records[request_id])
+        return self._shared(request_id, self.cache)
+
+    def shared_lasting(self, request_id: str) -> dict[frozenset[str], int]:
+        """Count, as `shared_bundles` does, bundles that requests have to their ends."""
+        return {} if self.lasting is None else self._shared(request_id, self.lasting)
+
+    def _shared(self, request_id: str, cache: PrefixCache) -> dict[frozenset[str], int]:
+        hit = cache.named(self.shared_hit(self._records[request_id]))
         bundles = (self._pool.bundles[block_hash] for block_hash in hit)
-        return self.cache.holders.shared(request_id, bundles)
+        return cache.holders.shared(request_id, bundles)
 
     def findable_tokens(self, request_id: str) -> int:
         """Return the tokens of a request that others find, or will find when it has evicted."""
@@ -314,7 +363,7 @@ class PrefixSharing:
         )
 
     def leave(self, request_id: str, record: SchedulerRequest) -> npt.NDArray[np.int64]:
-        """Take all bundles out of a request's tables.
+        """Take the bundles of the layers that evict out of a request's tables.
 
         Returns:
             `[layers]` blocks that no request uses any more.
@@ -323,3 +372,19 @@ class PrefixSharing:
         record.bundles = []
         unused: npt.NDArray[np.int64] = self.cache.blocks * ended
         return unused
+
+    def leave_all(
+        self, request_id: str, record: SchedulerRequest
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Take all bundles out of a request's tables.
+
+        Returns:
+            `[layers]` blocks of its bundles, and those of them that no request uses any more.
+        """
+        had = self.cache.blocks * len(record.bundles)
+        unused = self.leave(request_id, record)
+        if self.lasting is not None and record.lasting:
+            had = had + self.lasting.blocks * len(record.lasting)
+            unused += self.lasting.blocks * self.lasting.leave(request_id, record.lasting)
+            record.lasting = []
+        return had, unused

@@ -94,6 +94,7 @@ class SchedulerRequest:
     Attributes:
         terms: what the request came with.
         bundles: the bundles with which its tables begin, until an eviction gives its head back.
+        lasting: those of KV heads that never evict, where others do (`PrefixSharing.lasting`).
         prefix_hit: hashes of the bundles that it could begin with, as last looked up.
         host_hit: hashes of the bundles of the host cache that come behind these.
         host_query: tokens that were looked for in the host cache, until the request begins.
@@ -113,6 +114,7 @@ class SchedulerRequest:
 
     terms: RequestTerms = RequestTerms()
     bundles: list[BlockBundle] = field(default_factory=list)
+    lasting: list[BlockBundle] = field(default_factory=list)
     prefix_hit: list[BlockHash] = field(default_factory=list)
     host_hit: list[BlockHash] = field(default_factory=list)
     host_query: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_pyramid.compat.cache_specs import register_stock_specs
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
+from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.served_settings import ServedSettings
 
@@ -30,6 +31,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
         model_layer: the model's own number of it.
         stages: layers that evict in each pipeline stage; empty: there is one stage.
         lanes: KV heads with a block table of their own (`HeadKVCacheSpec`); 1: all share one.
+        whole: which of these never evict; empty: any may.
     """
 
     layer_idx: int
@@ -37,11 +39,19 @@ class LayerKVCacheSpec(FullAttentionSpec):
     model_layer: int
     stages: tuple[int, ...] = ()
     lanes: int = 1
+    whole: tuple[bool, ...] = ()
 
     @property
     def full_block_size(self) -> int:
         """Tokens of a page that holds K and V: what `full` fits into one of this layer's pages."""
         return self.block_size
+
+    def summary_bytes(self, rows: int) -> int:
+        """Return the bytes of a page's summary, which is as large as `rows` of its keys.
+
+        Numbers of one byte are summarised in two.
+        """
+        return rows * self.num_kv_heads * self.head_size * max(self.dtype.itemsize, 2)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Return what the longest prompt takes of this layer when all layers together hold most.
@@ -117,18 +127,34 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
     """
 
     @classmethod
-    def of(cls, spec: LayerKVCacheSpec) -> Self:
-        """Return the spec of the same layer with a table for each KV head."""
+    def of(cls, spec: LayerKVCacheSpec, heads: Heads | None = None) -> Self:
+        """Return the spec of the same layer with a table for each KV head.
+
+        Args:
+            heads: the policy's, which says which of them never evict.
+        """
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
-        heads = spec.num_kv_heads
-        own = {"block_size": heads * spec.block_size, "num_kv_heads": 1, "lanes": heads}
+        lanes = spec.num_kv_heads
+        own: dict[str, Any] = {
+            "block_size": lanes * spec.block_size,
+            "num_kv_heads": 1,
+            "lanes": lanes,
+        }
+        if heads is not None:
+            whole = heads.keeps_everything(spec.num_layers * lanes)
+            own["whole"] = tuple(whole.reshape(-1, lanes)[spec.layer_idx].tolist())
         made = cls(**values | own)
         assert made.page_size_bytes == spec.page_size_bytes, (made, spec)
         return made
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return what the longest prompt takes of all heads: nothing goes before its end."""
-        return self.lanes * super().max_memory_usage_bytes(vllm_config)
+        """Return what the longest prompt takes of all heads when all layers hold most."""
+        settings = ServedSettings.of(vllm_config)
+        if settings is None or settings.policy.inner_policy is None:
+            return self.lanes * super().max_memory_usage_bytes(vllm_config)
+        longest, lanes = vllm_config.model_config.max_model_len, self.num_layers * self.lanes
+        blocks = peak_blocks_up_to(settings.policy, longest, lanes, self.block_size)
+        return int(blocks.reshape(-1, self.lanes)[self.layer_idx].sum()) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Return the entries of a request's table, those of all heads."""
@@ -155,27 +181,32 @@ register_spec()
 class HostSlots:
     """The slots of the host cache; a slot takes a block of each layer of a worker.
 
+    Where a policy selects pages, the block's summary follows it, behind its bytes.
+
     Attributes:
         count: number of slots, the same in all workers.
         num_bytes: of one slot in the memory of the worker that has the given layers.
+        block_bytes: of one block, with its summary.
     """
 
     count: int
     num_bytes: int
+    block_bytes: int
 
     @classmethod
-    def of(cls, num_bytes: int, specs: Sequence[LayerKVCacheSpec]) -> Self:
+    def of(cls, num_bytes: int, specs: Sequence[LayerKVCacheSpec], summary_rows: int = 0) -> Self:
         """Return the slots that fit into `num_bytes`; scheduler and workers both ask.
 
         Args:
             num_bytes: of a tensor-parallel rank, all pipeline stages together.
             specs: of the layers that evict: all of them, or those of one stage. Their pages have
                 one size.
+            summary_rows: see `Attend.summary_rows`.
 
         Raises:
             ValueError: not a single slot fits.
         """
-        page = specs[0].page_size_bytes
+        page = specs[0].page_size_bytes + specs[0].summary_bytes(summary_rows)
         of_slot = page * specs[0].num_layers
         if num_bytes < of_slot:
             raise ValueError(
@@ -183,7 +214,7 @@ class HostSlots:
                 f"MiB, and the blocks of all layers at one position take {of_slot / 2**20:.3g} "
                 "MiB; raise it"
             )
-        return cls(num_bytes // of_slot, page * len(specs))
+        return cls(num_bytes // of_slot, page * len(specs), page)
 
 
 def layout_of(config: KVCacheConfig) -> PipelineLayout:

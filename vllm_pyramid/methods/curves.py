@@ -37,10 +37,12 @@ class SharesAllocator(CurveAllocator):
 
     Attributes:
         shares: a number a layer, from the input side; at least 0, not all 0.
+        floor: the part of B that each layer keeps whatever its number; the rest is shared.
     """
 
     kind: Literal["shares"] = "shares"
     shares: tuple[float, ...] = Field(min_length=1)
+    floor: float = Field(default=0.0, ge=0.0, le=1.0)
 
     @field_validator("shares", mode="before")
     @classmethod
@@ -65,9 +67,11 @@ class SharesAllocator(CurveAllocator):
             )
 
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
-        return share_out(np.array(self.shares), mean, capacity)
+        return share_out(np.array(self.shares), mean, capacity, self.floor * mean)
 
     def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
+        if self.floor:  # each prompt has a floor of its own
+            return CurveAllocator.curves(self, means, num_layers, capacities)
         return share_out_all(np.array(self.shares), means, capacities)
 
 

@@ -35,12 +35,14 @@ class RetentionPlan:
         every: tokens between two evictions after the prompt's end; 0 if there are none.
         later: returns the point after the prompt's end at which that number of tokens is computed.
         pieces: how the prompt is thinned between layers; empty for prompts that are not.
+        whole: `[num_layers]` bool, the lanes from which no prompt evicts; None: there are none.
     """
 
     points: tuple[EvictionPoint, ...]
     every: int = 0
     later: Callable[[int], EvictionPoint] | None = None
     pieces: tuple[Piece, ...] = ()
+    whole: npt.NDArray[np.bool_] | None = None
     is_deferred: ClassVar[Literal[False]] = False
     exact: ClassVar[bool] = True
 
@@ -166,11 +168,13 @@ class RetentionPlan:
         """The first tokens whose slots no eviction writes, in any layer; None: all of them.
 
         Evicting moves survivors to `skip` and beyond, so slots before the smallest skip of the
-        first eviction hold what prefill wrote there until their blocks are given back.
+        first eviction hold what prefill wrote there until their blocks are given back. Slots of
+        lanes that are whole always do.
         """
         if not self.evicts:
             return None
-        return 0 if self.pieces else int(self.points[0].skip.min())
+        skip = self.points[0].skip
+        return 0 if self.pieces else int((skip if self.whole is None else skip[~self.whole]).min())
 
     # Resolving, as a `DeferredPlan` is ----------------------------------------------------------
 

@@ -75,6 +75,8 @@ class EvictionPoints(Chunk):
         """Return the policy that evicts at points and takes the tokens so far for a prompt."""
         if not self.tokens:
             return None
+        if policy.heads.splits:  # which say what is kept at points, too
+            return policy.model_copy(update={"fill_blocks": True, "chunk": EvictionPoints()})
         return policy.model_copy(
             update={
                 "budget": Budget(tokens=self.keep or self.tokens),
@@ -100,18 +102,23 @@ class EvictionPoints(Chunk):
             return longest
         return max(longest - (longest - _tokens_behind(policy) + 1) % self.tokens, 1)
 
+    def points(self, policy: Policy, prompt_len: int) -> list[int]:
+        """Return the tokens computed at each point inside a prompt."""
+        if not self.tokens:
+            return []
+        last = (prompt_len - _tokens_behind(policy)) // self.tokens
+        return [number * self.tokens for number in range(1, last + 1)]
+
     def plan(self, policy: Policy, plan: Plan) -> Plan:
         """Return the plan with the evictions inside its prompt."""
         inner = policy.inner_policy
         if inner is None or not plan.evicts:
             return plan
         assert isinstance(plan, RetentionPlan)
-        last = (plan.prompt_len - _tokens_behind(policy)) // self.tokens
         assert inner.budget.tokens is not None
         keep = Budget(tokens=max(inner.budget.tokens, plan.budget_tokens))
-        points = [number * self.tokens for number in range(1, last + 1)]
         whole = keep.tokens_for(plan.prompt_len, 0)
-        points = [point for point in points if point > whole]
+        points = [point for point in self.points(policy, plan.prompt_len) if point > whole]
         return plan.with_inner(
             inner.allocator.ends(inner, points, plan.num_layers, plan.block_size, keep)
         )

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
-    from vllm_pyramid.plan import RetentionPlan
+    from vllm_pyramid.plan import Budget, Plan
     from vllm_pyramid.policy.policy import Policy
 
 
@@ -26,25 +29,39 @@ class Heads(Component):
 
     Class attributes:
         splits: whether each KV head has a block table and a length of its own.
+        has_budget: whether the policy's budget says how much is kept.
     """
 
     section: ClassVar[str] = "heads"
     splits: ClassVar[bool] = False
+    has_budget: ClassVar[bool] = True
 
     def lanes(self, num_kv_heads: int) -> int:
         """Return the lanes of a layer with `num_kv_heads` KV heads."""
         return num_kv_heads if self.splits else 1
 
-    def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
-        """Raise ValueError if this part is made for a model of another shape."""
+    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
+        """Raise ValueError if this part is made for a model of another shape.
+
+        Args:
+            num_heads: query heads of a layer; None if they are not known.
+        """
+
+    def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
+        """Return which lanes no prompt ever evicts from, `[num_lanes]`.
+
+        Their blocks stay shared behind an eviction, and the plans say so (`RetentionPlan.whole`).
+        """
+        return np.zeros(num_lanes, bool)
 
     def plan(
-        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int
-    ) -> RetentionPlan | None:
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
+    ) -> Plan | None:
         """Return what each lane keeps of a prompt; None: the policy's allocator says it.
 
         Args:
             num_lanes: of all layers that evict. block_size: tokens of a lane's block.
+            budget: the policy's or the request's, with its floor.
         """
         return None
 

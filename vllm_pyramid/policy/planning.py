@@ -44,7 +44,7 @@ def plan_prompt(
     """
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
     policy.check_layers(num_layers)
-    of_heads = policy.heads.plan(policy, prompt_len, num_layers, block_size)
+    of_heads = policy.heads.plan(policy, prompt_len, num_layers, block_size, budget)
     if of_heads is not None:
         assert not turns, "refused by `Component.why_not_resumable`"
         return of_heads
@@ -62,8 +62,9 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have the KV of the full cache; None: all of them.
 
     That count includes generated tokens. Blocks beyond `shareable_tokens` are copied into blocks
-    of the request's own, and out of them before it evicts. Where prompts are computed sparsely it
-    is the sparse part, as far as no eviction writes to it, and the KV is found by its `cache_key`.
+    of the request's own, and out of them before it evicts; those of single heads are not. Where
+    prompts are computed sparsely it is the sparse part, as far as no eviction writes to it, and the
+    KV is found by its `cache_key`.
     """
     if policy.why_not_shareable is not None or plan.pieces:
         return 0
@@ -72,7 +73,8 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
         return sparse if plan.untouched is None else min(sparse, plan.untouched)
     if plan.untouched is None:
         return plan.prompt_len if policy.approximates_answers else None
-    return plan.exact_tokens if policy.copies_blocks else plan.untouched
+    copies = policy.copies_blocks and not policy.heads.splits
+    return plan.exact_tokens if copies else plan.untouched
 
 
 def shareable_tokens(policy: Policy, plan: Plan) -> int | None:

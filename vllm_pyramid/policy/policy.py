@@ -190,7 +190,7 @@ class Policy(BaseModel):
     @property
     def has_budget(self) -> bool:
         """Whether the policy drops tokens, and a budget says how many stay."""
-        return self.evicts and not self.heads.splits
+        return self.evicts and self.heads.has_budget
 
     @property
     def min_last_chunk(self) -> int:

@@ -218,9 +218,9 @@ class Admission:
         in_flight = np.array([*(other.num_in_flight_tokens for other in running), 0])
         for stage in range(len(self._stages)):
             if missing := self.missing_blocks(names, processed, in_flight, stage):
-                cache = self._coordinator.prefixes.cache
-                bundles = -(-missing // int(cache.bundle_blocks[stage]))
-                self._enough = computed + bundles * cache.tokens
+                prefixes = self._coordinator.prefixes
+                bundles = -(-missing // int(prefixes.bundle_blocks[stage]))
+                self._enough = computed + bundles * prefixes.cache.tokens
                 self._refused, self._waits = now, 0
                 return False
         return True
@@ -307,13 +307,21 @@ class Admission:
         """Return the blocks of a stage that several of these requests have."""
         prefixes = self._coordinator.prefixes
         places = {name: index for index, name in enumerate(names)}
-        bundle_blocks = int(prefixes.cache.bundle_blocks[stage])
-        sets: list[tuple[int, list[int]]] = []
-        for holders, bundles in prefixes.shared_bundles(names[-1]).items():
-            indices = [places[name] for name in holders if name in places]
-            if len(indices) > 1:
-                sets.append((bundles * bundle_blocks, indices))
+        sets: list[tuple[int, list[int], bool]] = []
+        kinds = [(prefixes.cache, prefixes.shared_bundles(names[-1]), False)]
+        if prefixes.lasting is not None:
+            kinds.append((prefixes.lasting, prefixes.shared_lasting(names[-1]), True))
+        for cache, shared, lasting in kinds:
+            bundle_blocks = int(cache.bundle_blocks[stage])
+            for holders, bundles in shared.items():
+                indices = [places[name] for name in holders if name in places]
+                if len(indices) > 1:
+                    sets.append((bundles * bundle_blocks, indices, lasting))
         has = np.zeros((len(sets), len(names)), np.bool_)
-        for row, (_, indices) in zip(has, sets, strict=True):
+        for row, (_, indices, _) in zip(has, sets, strict=True):
             row[indices] = True
-        return SharedBlocks(np.array([blocks for blocks, _ in sets], np.int64), has)
+        return SharedBlocks(
+            np.array([blocks for blocks, *_ in sets], np.int64),
+            has,
+            np.array([lasting for *_, lasting in sets], np.bool_),
+        )

@@ -80,10 +80,12 @@ class SharedBlocks(NamedTuple):
     Attributes:
         blocks: `[sets]` blocks that the same requests have.
         has: `[sets, requests]` which requests have them.
+        lasting: `[sets]` whether they have them to their ends, behind their evictions too.
     """
 
     blocks: Numbers
     has: Flags
+    lasting: Flags
 
 
 class StagePoolView(NamedTuple):
@@ -190,14 +192,15 @@ def missing_blocks(requests: RequestArrays, pool: StagePoolView, rules: StepRule
         return int(total.max() - usable)
     # Now count each shared block once, as long as a request is counted without its share of it. A
     # request that gives nothing back has its shared blocks to its end, others until they evict.
-    # Afterwards these share nothing, and may hold as much again if they evict inside the prompt.
+    # Afterwards these share what lasts, and may hold as much again of the rest if they evict inside
+    # the prompt.
     share = shared.blocks @ shared.has
-    to_end = given_back == 0
+    to_end = (given_back == 0) | shared.lasting[:, None]
     until = np.full_like(last, -1)
     until[prompts] = whole_until
     until = np.where(to_end, last, until)
     held[:, prompts] = part
-    held -= np.where(to_end, share, 0)
+    held -= shared.blocks @ (shared.has & to_end)
     part = held[:, prompts]
     rest = np.maximum(whole - share[prompts], peak_after[prompts])
     held[:, prompts] = np.where(whole_until > before, np.maximum(part, rest), part)

@@ -49,14 +49,13 @@ def files_of(
         folder /= f"replica-{parallel.data_parallel_index}"
     ranks, largest = parallel.tensor_parallel_size, slots.count * slots.num_bytes
     limit = settings.host_cache_dir_bytes or ranks * largest
-    block_bytes = slots.num_bytes // len(specs)
     stages = PipelineLayout.of(specs[0])
     parts = [slice(None)] * ranks
     if len(stages) > 1:
         ends = zip(stages.starts, stages.ends, strict=True)
         parts = [slice(start, end) for start, end in ends for _ in range(ranks)]
     namespace = namespace_of(config, settings, specs)
-    return HostFiles(str(folder), namespace, block_bytes, limit, largest, parts=parts)
+    return HostFiles(str(folder), namespace, slots.block_bytes, limit, largest, parts=parts)
 
 
 def namespace_of(
@@ -77,6 +76,7 @@ def namespace_of(
         "weights": _weights(model),
         "load": [str(config.load_config.load_format), model.seed],
         "cache": [str(spec) for spec in specs],
+        "summaries": _summaries(settings),
         "ranks": config.parallel_config.tensor_parallel_size,
         "types": [str(model.dtype), cache.cache_dtype],
         "hashes": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
@@ -97,6 +97,14 @@ def _weights(model: Any) -> list[Any]:
             "others could not be told from its own: give the path of a folder as the model"
         )
     return [model.model, commit]
+
+
+def _summaries(settings: ServedSettings) -> Any:
+    """Return what the summaries depend on that follow blocks to a file; None without any."""
+    attend = settings.policy.attend
+    if not attend.summary_rows:
+        return None
+    return attend.model_dump(mode="json", include={"scorer", "dense_layers"})
 
 
 def _device() -> str:

@@ -147,7 +147,8 @@ class PyramidSchedulerMixin(Reports):
             )
         coordinator, config = self.coordinator, self.vllm_config.parallel_config
         num_layers = coordinator.layer_blocks.num_layers
-        slots = HostSlots.of(num_bytes, coordinator.layer_specs)
+        rows = settings.policy.attend.summary_rows
+        slots = HostSlots.of(num_bytes, coordinator.layer_specs, rows)
         files = files_of(self.vllm_config, settings, coordinator.layer_specs, slots)
         coordinator.use_host_cache(HostCache(slots.count, num_layers, files))
         ranks = config.tensor_parallel_size

@@ -23,7 +23,7 @@ import torch
 if TYPE_CHECKING:
     from vllm_pyramid.step.rotary import Rotary
 
-_MEAN_TOKENS = 500  # of kvpress's probe
+LENGTH = 500  # of kvpress's probe of mean attention
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def mean_attention(
     keys: torch.Tensor,
     rotary: Rotary,
     scale: float,
-    length: int = _MEAN_TOKENS,
+    length: int = LENGTH,
 ) -> torch.Tensor:
     """Return the area under each head's cumulative attention, `[H]` float32.
 

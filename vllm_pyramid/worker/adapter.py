@@ -68,8 +68,7 @@ class RunnerAdapter:
         self.pyramid.prepare_cache(kv_cache_config.num_blocks)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         self.pyramid.bind(self.attn_groups)
-        if self.pyramid.host_pool is not None:
-            self.pyramid.host_pool.bind(self.kv_caches, kv_cache_config.num_blocks)
+        self.pyramid.bind_host_pool(self.kv_caches, kv_cache_config.num_blocks)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step as vLLM does; a worker that fails unheard ends."""

@@ -45,15 +45,16 @@ class FileWriter:
         # Forked processes run no `atexit` functions, but they run these.
         Finalize(None, self.finish, (_PATIENCE,), exitpriority=10)
 
-    def put(self, orders: FileOrders, pages: torch.Tensor) -> None:
+    def put(self, orders: FileOrders, memories: Sequence[torch.Tensor]) -> None:
         """Copy the blocks now, and carry the orders out later.
 
         Args:
-            pages: `[P, words]` all blocks of the device.
+            memories: `[P, words]` each, of all blocks of the device; a file has a block's parts of
+                all of them, and then the next block's.
         """
         for path in orders.removed:
             self._queue.put(partial(_remove, part_path(path, self._part)))
-        size = pages.shape[1] * pages.element_size()
+        size = sum(one.shape[1] * one.element_size() for one in memories)
         saves: list[FileSave] = []
         with self._counts:
             for save in orders.saved:
@@ -64,7 +65,7 @@ class FileWriter:
                 self._waiting += num_bytes
                 saves.append(save)
         if saves:
-            contents, ready = _copy_of(pages, [save.blocks[self._layers] for save in saves])
+            contents, ready = _copy_of(memories, [save.blocks[self._layers] for save in saves])
             for save, content in zip(saves, contents, strict=True):
                 self._queue.put(partial(self._write, save, content, ready))
 
@@ -100,17 +101,20 @@ class FileWriter:
 
 
 def _copy_of(
-    pages: torch.Tensor, blocks: Sequence[Sequence[int]]
+    memories: Sequence[torch.Tensor], blocks: Sequence[Sequence[int]]
 ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
     """Return the content of blocks, in host memory once the returned function was called."""
     ids = np.array([block for of_one in blocks for block in of_one], np.int64)
-    copy = pages.index_select(0, upload(ids, pages.device))
+    device = memories[0].device
+    chosen = upload(ids, device)
+    copies = [memory.index_select(0, chosen) for memory in memories]
+    copy = torch.cat(copies, 1) if len(copies) > 1 else copies[0]
     counts = [len(of_one) for of_one in blocks]
-    if pages.device.type == "cpu":
+    if device.type == "cpu":
         return [part.view(-1) for part in copy.split(counts)], lambda: None
     pinned = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
     pinned.copy_(copy, non_blocking=True)
-    event = torch.Event(pages.device)
+    event = torch.Event(device)
     event.record()
     return [part.view(-1) for part in pinned.split(counts)], event.synchronize
 

@@ -4,6 +4,12 @@
     slots    [S, L, B] bytes       S slots, L blocks of each (a layer's each), B bytes of a block
     pages    [P, B] bytes          all blocks of the device, of one memory for all layers
 
+A policy that selects pages has a summary of each block in a memory of its own, which is copied with
+the block:
+
+    slots    [S, L, B + C] bytes   C bytes of a summary, behind its block's
+    summaries [P, C] bytes
+
 A worker has the layers of its pipeline stage, and takes their blocks out of each order.
 
 On a GPU the memory is pinned and the device addresses it, so the same two operations, launched on
@@ -12,7 +18,7 @@ the step's own stream, copy in the order in which the scheduler gave slots and b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -43,6 +49,7 @@ class HostPool:
         specs: of this worker's layers, all of which evict.
         allocate: makes host memory that the device addresses.
         part: the number of this worker among all ranks, where bundles are in files.
+        summary_rows: see `Attend.summary_rows`.
 
     Raises:
         ValueError: `num_bytes` hold no slot.
@@ -55,24 +62,34 @@ class HostPool:
         specs: Sequence[LayerKVCacheSpec],
         allocate: Callable[[int], HostMemory],
         part: int = 0,
+        summary_rows: int = 0,
     ) -> None:
-        slots = HostSlots.of(num_bytes, specs)
+        slots = HostSlots.of(num_bytes, specs, summary_rows)
         self._part, self._layers = part, slice(None)  # a state has more blocks than layers
         if len(specs) < specs[0].num_layers:
             self._layers = slice(specs[0].layer_idx, specs[-1].layer_idx + 1)
         self._memory = allocate(slots.count * slots.num_bytes)
         self.slots = self._memory.bytes.view(slots.count, len(specs), -1)
-        self._pages: torch.Tensor | None = None
+        self._page_bytes = specs[0].page_size_bytes
+        self._memories: list[torch.Tensor] = []
         self.writer: FileWriter | None = None
 
-    def bind(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+    def bind(
+        self,
+        kv_caches: Sequence[torch.Tensor],
+        num_blocks: int,
+        summaries: torch.Tensor | None = None,
+    ) -> None:
         """Take the device's blocks, which have been allocated, perhaps again.
+
+        Args:
+            summaries: `[num_blocks, ...]` of a policy that selects pages.
 
         Raises:
             RuntimeError: layers have memories of their own, or blocks of other sizes.
         """
         storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
-        size = self.slots.shape[-1]
+        size = self._page_bytes
         found = [_block_bytes(cache, num_blocks) for cache in storages.values()]
         if found != [size]:
             raise RuntimeError(
@@ -83,7 +100,15 @@ class HostPool:
         (cache,) = storages.values()
         pages = torch.empty(0, dtype=torch.uint8, device=cache.device)
         pages.set_(cache.untyped_storage())
-        self._pages = pages.view(num_blocks, size)
+        self._memories = [pages.view(num_blocks, size)]
+        if summaries is not None and summaries.numel():
+            self._memories.append(summaries.view(torch.uint8).view(num_blocks, -1))
+        if sum(memory.shape[1] for memory in self._memories) != self.slots.shape[-1]:
+            raise RuntimeError(
+                f"the KV cache has blocks of {[memory.shape[1] for memory in self._memories]} "
+                f"bytes, summaries included, and a slot of the host cache has room for "
+                f"{self.slots.shape[-1]}: leave --kv-host-cache out, and report this"
+            )
 
     def store(self, output: SchedulerOutput) -> None:
         """Copy to the host what the step's other copies, and the step itself, may overwrite."""
@@ -102,7 +127,8 @@ class HostPool:
                 slot.copy_(filled)
                 continue
             blocks, slot = next(of_device)
-            _copy(self._words, blocks, slot, to_host=True)
+            for memory, part in self._parts_of(slot):
+                _copy_out(memory, blocks, part)
 
     def load(self, output: SchedulerOutput) -> None:
         """Copy from the host what the step's requests begin with.
@@ -111,7 +137,8 @@ class HostPool:
         """
         copies = (read_host_copies(output) or _NOTHING).loaded
         for blocks, slot in self._of(copies):
-            _copy(self._words, blocks, slot, to_host=False)
+            for memory, part in self._parts_of(slot):
+                memory.index_copy_(0, blocks, part)
         if copies and (to_zero := output.new_block_ids_to_zero):
             filled = {block for copy in copies for block in copy.blocks[self._layers]}
             output.new_block_ids_to_zero = [block for block in to_zero if block not in filled]
@@ -123,19 +150,32 @@ class HostPool:
         self._memory.release()
 
     @property
-    def _words(self) -> torch.Tensor:
-        assert self._pages is not None, "bind was not called"
-        return _in_words(self._pages)
+    def _words(self) -> list[torch.Tensor]:
+        """Return the device's memories, `[P, words]` each."""
+        assert self._memories, "bind was not called"
+        word = self._word
+        return [memory.view(word) for memory in self._memories]
+
+    @property
+    def _word(self) -> torch.dtype:
+        """Return the unit of the copies: bytes, where a larger one does not fit."""
+        sizes = [memory.shape[1] for memory in self._memories]
+        return torch.uint8 if any(size % _WORD.itemsize for size in sizes) else _WORD
+
+    def _parts_of(self, slot: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each memory with its part of `[n, words]` blocks of a slot."""
+        memories = self._words
+        return zip(memories, slot.split([one.shape[1] for one in memories], 1), strict=True)
 
     def _of(self, copies: Sequence[HostCopy]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return, for each copy, its `[n]` block ids on the device and its `[n, words]` slot."""
         if not copies:
             return []
-        assert self._pages is not None, "bind was not called"
+        assert self._memories, "bind was not called"
         own = [copy.blocks[self._layers] for copy in copies]
         ids = np.array([block for blocks in own for block in blocks], np.int64)
-        of_copies = upload(ids, self._pages.device).split([len(blocks) for blocks in own])
-        slots = _in_words(self.slots)
+        of_copies = upload(ids, self._memories[0].device).split([len(blocks) for blocks in own])
+        slots = self.slots.view(self._word)
         return [
             (blocks, slots[copy.slot, : len(blocks)])
             for blocks, copy in zip(of_copies, copies, strict=True)
@@ -150,13 +190,5 @@ def _block_bytes(cache: torch.Tensor, num_blocks: int) -> int | None:
     return size if whole else None
 
 
-def _in_words(memory: torch.Tensor) -> torch.Tensor:
-    """Return bytes as larger numbers if their last dimension has a whole number of these."""
-    return memory if memory.shape[-1] % _WORD.itemsize else memory.view(_WORD)
-
-
-def _copy(pages: torch.Tensor, blocks: torch.Tensor, slot: torch.Tensor, *, to_host: bool) -> None:
-    if to_host:
-        torch.index_select(pages, 0, blocks, out=slot)
-    else:
-        pages.index_copy_(0, blocks, slot)
+def _copy_out(memory: torch.Tensor, blocks: torch.Tensor, slot: torch.Tensor) -> None:
+    torch.index_select(memory, 0, blocks, out=slot)

@@ -75,14 +75,20 @@ class WorkerMemory:
         wanted = self._settings.host_cache_bytes
         if wanted is None:
             return 0
-        followers = {hooks.label for hooks in self._hooks if hooks.bytes_per_block()}
-        if followers := followers | {hooks.label for hooks in self._followers}:
+        with_pools = [hooks for hooks in self._hooks if hooks.bytes_per_block()]
+        behind = {
+            hooks.label
+            for hooks in (*with_pools, *self._followers)
+            if hooks.summaries_of_blocks() is None
+        }
+        if behind:
             raise ValueError(
-                f"--kv-host-cache does not work with {', '.join(sorted(followers))} yet: it has "
+                f"--kv-host-cache does not work with {', '.join(sorted(behind))} yet: it has "
                 "memory for each block of the device, which is not copied to the host; leave the "
                 "flag out"
             )
-        slots = HostSlots.of(wanted, list(self._layers.evicting.values()))
+        rows = self._settings.policy.attend.summary_rows
+        slots = HostSlots.of(wanted, list(self._layers.evicting.values()), rows)
         return slots.count * slots.num_bytes
 
     def check_host(self, free: int) -> None:

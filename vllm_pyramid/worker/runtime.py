@@ -122,12 +122,22 @@ class WorkerRuntime:
                 list(self.layers.evicting.values()),
                 host_memory_of(self._device),
                 self.pipeline.stage * self._ranks.size + self._ranks.rank,
+                self._settings.policy.attend.summary_rows,
             )
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> None:
         """Bind the layers, whose caches vLLM has allocated; errors as of `LayerBinding.bind`."""
         set_scales_of_tokens(self._config.compilation_config.static_forward_context.values())
         self.binding.bind(attn_groups, self._trace)
+
+    def bind_host_pool(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+        """Bind the host cache, if there is one; arguments and errors as of `HostPool.bind`."""
+        if self.host_pool is None:
+            return
+        found = [hooks.summaries_of_blocks() for hooks in self.tracker.hooks.cache]
+        summaries = [one for one in found if one is not None]
+        assert len(summaries) < 2, "one method selects pages"
+        self.host_pool.bind(kv_caches, num_blocks, summaries[0] if summaries else None)
 
     def compile_kernels(self) -> None:
         """Compile every variant of the kernels of evictions, so that no request waits for one."""

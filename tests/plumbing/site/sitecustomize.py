@@ -13,6 +13,7 @@ import atexit
 import gc
 
 import avx2_alone
+import forked_processes
 
 _collect, _freeze = gc.collect, gc.freeze
 
@@ -28,6 +29,7 @@ def _collect_first(generation: int = 2) -> int:
 
 
 avx2_alone.pretend()
+forked_processes.install()
 gc.disable()
 atexit.register(_freeze)
 gc.collect = _collect_first

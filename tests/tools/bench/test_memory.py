@@ -34,6 +34,18 @@ def test_evictions_inside_the_prompt_bound_what_is_held() -> None:
     assert 2 * 2 <= chunked.most_blocks(10**5, 9) <= 2 * 4
 
 
+def test_heads_with_lengths_of_their_own_have_a_budget_or_a_mask() -> None:
+    """Blocks of 32 tokens of one head, four lanes of them."""
+    shares = memory("headkv", 64, scores=[[0.1, 0.4], [0.3, 0.2]])
+    assert shares.most_blocks(160, 9) == 4 * 6
+    shares.check_budget("headkv", 65)
+    with pytest.raises(ValueError, match="headkv keeps all of a prompt of 64 tokens"):
+        shares.check_budget("headkv", 64)
+    memory("duoattention").check_budget("duoattention", 384 + 32)
+    with pytest.raises(ValueError, match="duoattention keeps all of a prompt of 415 tokens"):
+        memory("duoattention").check_budget("duoattention", 415)
+
+
 def test_what_is_accumulated_is_of_each_token_and_head() -> None:
     assert memory("h2o", 32).bytes_beside_block == 4 * 16 * 2
     assert memory("snapkv", 32).bytes_beside_block == 0

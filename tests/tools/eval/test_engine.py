@@ -25,7 +25,10 @@ from vllm_pyramid.tools.eval.tables import rows_of
 from vllm_pyramid.tools.eval.task import DIGITS_METRIC
 from vllm_pyramid.tools.eval.variants import Variant, parse_variants
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.engine, pytest.mark.timeout(900)),
+    pytest.mark.usefixtures("prepared_programs"),
+]
 
 TASKS = ("multi-key", "perplexity", "attention-recall")
 LENGTH = 320

@@ -183,6 +183,28 @@ def test_sparse_prefill_attends_to_the_chosen_tiles(
     assert first_key or not torch.allclose(found, dense)
 
 
+def test_heads_of_a_kv_head_may_choose_together(modules: dict[str, ModuleType]) -> None:
+    """They take the fewest tiles whose mean worth is enough; one head alone chooses as before."""
+    chosen_tiles = modules["gates_tiles"].chosen_tiles
+    torch.manual_seed(5)
+    rows = 6
+    tokens = rows * modules["gates_tiles"].TILE
+    means = torch.randn(HEADS, rows, 1, SIZE).expand(-1, -1, tokens // rows, -1).flatten(1, 2)
+    queries, keys = torch.randn(HEADS, tokens, SIZE) + means, means[:KV_HEADS] * 2
+    apart = chosen_tiles(queries, keys, 1.0, 0.6)
+    together = chosen_tiles(queries, keys, 1.0, 0.6, together=True)
+    group = HEADS // KV_HEADS
+    assert all(
+        torch.equal(together[head], together[head // group * group]) for head in range(HEADS)
+    )
+    assert not torch.equal(apart, apart[::group].repeat_interleave(group, dim=0))
+    assert together.sum() < rows * (rows + 1) / 2 * HEADS
+    alone = [
+        chosen_tiles(queries[:KV_HEADS], keys, 1.0, 0.6, together=way) for way in (True, False)
+    ]
+    assert torch.equal(*alone)
+
+
 def test_what_foretells_differing_tokens(modules: dict[str, ModuleType]) -> None:
     area, false_alarms = (
         getattr(modules["gates_report"], name) for name in ("area", "false_alarms")

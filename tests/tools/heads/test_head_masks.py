@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,100 @@ def test_the_command_writes_scores_that_it_can_try(
     assert second.splitlines() == first.splitlines()[: len(second.splitlines())]
 
 
+def test_mean_attention_is_that_of_the_projections(model: HeadModel) -> None:
+    """The probe undoes the rotation; here the projections are seen before it, as by kvpress."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    texts = [Repeated(length, 2).tokens(model.ordinary_ids(), seed=length) for length in (20, 90)]
+    stock: Any = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32).model
+    size, length = stock.layers[0].self_attn.head_dim, 500
+    wanted, seen = torch.zeros(model.layers, model.kv_heads), {}
+    for index, layer in enumerate(stock.layers):
+        for name in ("q_proj", "k_proj"):
+            getattr(layer.self_attn, name).register_forward_hook(
+                lambda module, given, out, key=f"{name}{index}": seen.update({key: out[0]})
+            )
+    for ids in texts:
+        with torch.inference_mode():
+            stock(torch.tensor([ids]))
+            cos, sin = stock.rotary_emb(torch.zeros(1), torch.arange(length)[None])
+            for layer in range(model.layers):
+                query, key = (
+                    seen[f"{name}{layer}"]
+                    .mean(dim=0)
+                    .view(1, -1, 1, size)
+                    .expand(-1, -1, length, -1)
+                    for name in ("q_proj", "k_proj")
+                )
+                q, k = apply_rotary_pos_emb(query, key, cos, sin)
+                last = q[0, :, -1].unflatten(0, (model.kv_heads, -1))
+                logits = torch.einsum("gqd,gtd->gqt", last, k[0]) / size**0.5
+                wanted[layer] += logits.softmax(-1).cumsum(-1).mean(-1).mean(1) / len(texts)
+    found = model.mean_attention(texts)
+    torch.testing.assert_close(found, wanted.double(), atol=1e-4, rtol=1e-4)
+    assert found.std() > 0.01
+
+
+@pytest.mark.parametrize("how", ["halves", "pairs"])
+def test_the_rotary_embedding_is_found_by_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, model: HeadModel, how: str
+) -> None:
+    """Llama's function, and one in the manner of GLM: other channels, the same angles."""
+    from transformers.models.llama import modeling_llama as module
+
+    own = module.apply_rotary_pos_emb
+
+    def pairs(q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        both = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+        return tuple(
+            x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in own(*both, *angles)
+        )
+
+    if how == "pairs":
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", pairs)
+    assert model._rotary(7).halves == (how == "halves")
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q + 1, k))
+    with pytest.raises(ValueError, match="take --probe echo"):
+        model._rotary(7)
+
+
+def test_the_command_looks_at_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "A plain text of some words. " * 60}) + "\n")
+    out = tmp_path / "out"
+    argv = ["calibrate", "--heads", "--model", str(MODEL), "--probe", "mean", "-o", str(out)]
+    assert main(argv) == 2
+    assert "--probe mean looks at texts: add --prompts" in capsys.readouterr().err
+    sizes = ["--sinks", str(SINKS), "--recent", str(RECENT)]
+    assert main([*argv, *sizes, "--prompts", str(prompts)]) == 0
+    assert "8 of 16 KV heads keep everything" in capsys.readouterr().out
+    assert json.loads((out / CONFIG).read_text())["probe"] == "mean attention over texts"
+    scores = HeadScores.read(out).scores
+    assert scores.min() > 0 and scores.max() < 1 and scores.std() > 0.01
+
+
+def test_the_command_tries_scores_of_query_heads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: HeadModel, scores: HeadScores
+) -> None:
+    """A file with a head too many is refused; the probe's own scores copy as the probe's mask."""
+    each = scores.scores.repeat_interleave(model.heads // model.kv_heads, dim=1)
+    names = {f"{x}-{y}": [float(each[x, y])] for x in range(8) for y in range(model.heads)}
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps(names))
+    argv = ["calibrate", "--heads", "--model", str(MODEL), "--mask", str(path)]
+    argv += ["--sinks", str(SINKS), "--recent", str(RECENT)]
+    assert main(argv) == 0
+    ours = capsys.readouterr().out
+    assert "the others 16 sinks and 32 recent tokens" in ours and str(path) in ours
+    copied = try_masks(model, scores, [scores.mask(0.5)], [])[0].copied
+    assert f"{copied:.1%} with the mask" in ours
+    path.write_text(json.dumps({f"{x}-{y}": [0.5] for x in range(8) for y in range(3)}))
+    assert main(argv) == 2
+    message = f"8 layers of 3 heads, and this model has 8 of 2 KV heads and {model.heads} query"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -122,7 +217,8 @@ def test_the_command_writes_scores_that_it_can_try(
         (["--recent", "0"], "--recent 0 must be at least 1"),
         (["--kv-policy", "xkv", "--risk", "0.1"], "--kv-policy, --risk does not go with --heads"),
         (["--lengths", "100"], "--lengths without --risk would have no effect"),
-        (["--mask", "m", "--sinks", "3"], "--sinks, --output does not go with --mask"),
+        (["--mask", "m", "--sinks", "3"], "--output, --sinks does not go with --mask"),
+        (["--mask", "m", "--probe", "mean"], "--probe, --output does not go with --mask"),
         (["--prompts", "/nowhere.jsonl"], "cannot read the prompts"),
         (["-o", "/proc/out"], "cannot write /proc/out"),
         (["--recent", "9000"], "2 copies of 18256 tokens do not fit into the model's 8192"),
@@ -143,7 +239,9 @@ def test_masks_and_prompts_must_fit_the_model(
     HeadScores(torch.rand(4, 2), SINKS, RECENT).write(tmp_path, {})
     argv = ["calibrate", "--heads", "--model", str(MODEL), "--mask", str(tmp_path)]
     assert main(argv) == 2
-    assert "is for 4 layers of 2 KV heads, and" in capsys.readouterr().err
+    assert (
+        "is for 4 layers of 2 heads, and this model has 8 of 2 KV heads" in capsys.readouterr().err
+    )
     HeadScores(torch.rand(8, 2), SINKS, RECENT).write(tmp_path, {})
     for ids in ([5] * 303, [4096] * 304):
         (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": ids}))

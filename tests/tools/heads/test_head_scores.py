@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_pyramid.methods.streaming_heads.score_files import of_kv_heads, read_scores
 from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
 
 pytestmark = pytest.mark.cpu
@@ -80,6 +81,48 @@ def test_other_files_are_refused(tmp_path: Path, name: str, text: str, message: 
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         HeadScores.read(folder)
+
+
+def head_kv(path: Path, numbers: Any) -> Path:
+    """Write a file as HeadKV's detector does: in one line."""
+    path.write_text(json.dumps(numbers))
+    return path
+
+
+def test_query_heads_of_head_kv_are_read(tmp_path: Path) -> None:
+    """In any order, each with a number for each needle; 4 query heads of 2 KV heads."""
+    rows = [[[0.5, 1.5], [0.25], 3, [0.0, 0.0, 0.75]], [[2.0], [1.0], [0.5], [4.0]]]
+    names = {f"{layer}-{head}": rows[layer][head] for head in range(4) for layer in (1, 0)}
+    found = read_scores(head_kv(tmp_path / "heads.json", names))
+    assert found == (((1.0, 0.25, 3.0, 0.25), (2.0, 1.0, 0.5, 4.0)), None, None)
+    # A KV head is as good as its best query head, and has the mean of their importance.
+    assert of_kv_heads(found.scores, 2).tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    assert of_kv_heads(found.scores, 2, mean=True).tolist() == [[0.625, 1.625], [1.5, 2.25]]
+    assert of_kv_heads(found.scores, 4).tolist() == [list(row) for row in found.scores]
+    scores = HeadScores.of(found, 2, recent=9)
+    assert scores.mask(0.5).tolist() == [[False, True], [False, True]]
+    assert (scores.sinks, scores.recent) == (128, 9)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([], "numbers of 0 heads"),
+        ({}, "numbers of 0 heads"),
+        ({"0-0": [1.0], "1-1": [1.0]}, "2 heads, which are not all heads of 2 layers of 2"),
+        ({"0": [1.0]}, "'0' is no layer and head"),
+        ({"0-x": [1.0]}, "'0-x' is no layer and head"),
+        ({"0-0": []}, "head 0-0 must have finite numbers"),
+        ({"0-0": ["1"]}, "head 0-0 must have finite numbers"),
+        ({"0-0": True}, "head 0-0 must have finite numbers, not True"),
+        ({"0-0": [float("nan")]}, "head 0-0 must have finite numbers"),
+    ],
+)
+def test_other_json_is_refused(tmp_path: Path, numbers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_scores(head_kv(tmp_path / "heads.json", numbers))
+    with pytest.raises(ValueError, match=r"cannot read the scores of heads in .*none\.json"):
+        read_scores(tmp_path / "none.json")
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self.summaries[targets] = self.summaries[sources]
 
+    def summaries_of_blocks(self) -> torch.Tensor:
+        return self.summaries
+
     # Every step -----------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:

@@ -4,97 +4,100 @@
     retrieval head    [ everything ........................................... ][ generated ]
     streaming head    [ sinks ]                                      [ recent  ][ generated ]
 
-DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891): the heads that look far back
+DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891, without its compensation
+token): the heads that look far back
 are found once for a model, by a mask that is trained or by a probe (`vllm-pyramid calibrate
 --heads`). Nothing depends on the prompt, so a later question loses nothing that a streaming head
 would have been asked for.
 
-Streaming heads see the whole prompt while it is processed, and evict at its end. Behind it they
-keep what is generated, as other methods here do; the papers let the window slide on.
+Streaming heads see the whole prompt while it is processed, and evict at its end. With
+`chunk.tokens` they evict after every so many tokens of the prompt, as DuoAttention does where it
+pre-fills in chunks (section 3): a chunk sees the sinks, the recent tokens before it, and itself, so
+prefill takes less time and memory.
+
+    tokens of the prompt     0 ............. E .............. 2 E .............. 3 E
+    retrieval head           [ everything ..........................................
+    streaming head in 3rd    [ sinks ]                [ recent ][ the chunk so far ]
+
+Behind the prompt all heads keep what is generated, as other methods here do; the papers let the
+window slide on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from vllm_pyramid.methods.streaming_heads.score_files import read_scores
+from vllm_pyramid.methods.streaming_heads.score_files import Scores, check_scores, of_kv_heads
+from vllm_pyramid.methods.streaming_heads.split import SplitHeads, with_scores
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
-from vllm_pyramid.policy.heads import Heads
+from vllm_pyramid.policy.chunk import EvictionPoints
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.policy.policy import Policy
 
 # As DuoAttention evaluates them, and calibrate --heads does.
 SINKS, RECENT = 128, 256
-# Parts that a policy with streaming heads leaves as they are, by section.
-_PLAIN = {
-    "scorer": "recency",
-    "allocator": "uniform",
-    "selector": "top_k",
-    "schedule": "prompt_end",
-    "values": "device",
-    "attend": "all",
-    "prefill": "all",
-}
 
 
-class StreamingHeads(Heads):
+class StreamingHeads(SplitHeads):
     """Let a share of the KV heads keep everything, and the others sinks and recent tokens.
 
     Attributes:
-        mask: `[L][G]` scores of the KV heads, those that keep everything highest. In a preset and
-            on the command line: a folder with `full_attention_heads.tsv` and `config.json`, as
-            DuoAttention publishes and `calibrate --heads` writes them. None: only plans can be
-            made, for which it does not matter which heads stream.
+        mask: `[L][G]` scores of the KV heads, those that keep everything highest, or `[L][H]` of
+            the query heads, of which the best counts for its KV head. In a preset and on the
+            command line: a folder with `full_attention_heads.tsv` and `config.json`, as
+            DuoAttention publishes and `calibrate --heads` writes them, or HeadKV's `.json` file.
+            None: only plans can be made, for which it does not matter which heads stream.
         share: of the KV heads that keep everything; of equal scores the lower layer's and head's.
         sinks: the first tokens, that a streaming head keeps. None: the folder's, else 128.
         recent: the last tokens of the prompt, that it keeps. None: the folder's, else 256.
+        recent_share: of the prompt, in [0, 1]: that many last tokens stay, if they are more.
     """
 
-    splits: ClassVar[bool] = True
+    has_budget: ClassVar[bool] = False
+    scored: ClassVar[str] = "mask"
+    plain: ClassVar[Mapping[str, str]] = {
+        "scorer": "recency",
+        "allocator": "uniform",
+        "selector": "top_k",
+        "schedule": "prompt_end",
+        "values": "device",
+        "attend": "all",
+        "prefill": "all",
+    }
     kind: Literal["streaming"] = "streaming"
-    mask: tuple[tuple[float, ...], ...] | None = None
+    mask: Scores | None = None
     share: float = Field(default=0.5, ge=0, le=1)
     sinks: int | None = Field(default=None, ge=0, lt=2**31)
     recent: int | None = Field(default=None, ge=1, lt=2**31)
+    recent_share: float = Field(default=0.0, ge=0, le=1)
 
     @model_validator(mode="before")
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
-        """Replace the name of a folder by what it holds, so that other processes open no file."""
-        if not isinstance(data, Mapping):
+        """Replace the name of a folder by what it holds."""
+        data, found = with_scores(data, "mask")
+        if found is None:
             return data
-        if isinstance(mask := data.get("mask"), list):  # of YAML or JSON
-            rows = (tuple(row) if isinstance(row, list) else row for row in mask)
-            return {**data, "mask": tuple(rows)}
-        if not isinstance(mask, str):
-            return data
-        found = read_scores(Path(mask).expanduser())
-        sizes = {"sinks": found.sinks, "recent": found.recent}
         given = {key: value for key, value in data.items() if value is not None}
-        return {**sizes, **given, "mask": found.scores}
+        return {"sinks": found.sinks, "recent": found.recent, **given}
 
     @model_validator(mode="after")
     def _check_mask(self) -> StreamingHeads:
         if self.mask is not None:
-            if not self.mask or len({len(row) for row in self.mask}) > 1 or not self.mask[0]:
-                raise ValueError("heads.mask must have equally many numbers for each layer")
-            if not np.isfinite(self.mask).all():
-                raise ValueError("heads.mask holds a number that is not finite")
+            check_scores("heads.mask", self.mask)
         return self
 
     @property
     def kept_tokens(self) -> tuple[int, int]:
-        """The first and the last tokens of a prompt that a streaming head keeps."""
+        """The first and the least last tokens of a prompt that a streaming head keeps."""
         return (
             SINKS if self.sinks is None else self.sinks,
             RECENT if self.recent is None else self.recent,
@@ -109,37 +112,42 @@ class StreamingHeads(Heads):
         if self.mask is None:
             return np.diff(np.arange(num_lanes + 1) * count // num_lanes) > 0
         chosen = np.zeros(num_lanes, bool)
-        chosen[np.argsort(-np.concatenate(self.mask), kind="stable")[:count]] = True
+        scores = of_kv_heads(self.mask, num_lanes // len(self.mask)).ravel()
+        chosen[np.argsort(-scores, kind="stable")[:count]] = True
         return chosen
 
     def plan(
-        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> RetentionPlan:
-        """Plan the prompt's end: sinks and recent tokens in each lane that streams."""
+        """Plan sinks and recent tokens in each lane that streams, at points and at the end."""
         sinks, recent = self.kept_tokens
+        recent = max(recent, int(self.recent_share * prompt_len))
         whole = self.keeps_everything(num_lanes)
-        keep = np.where(whole, prompt_len, min(prompt_len, sinks + recent))
-        mean = -(-int(keep.sum()) // num_lanes)
-        end = EvictionPoint.of(
-            *(prompt_len, block_size, mean, keep, policy.fill_blocks), front=sinks, recent=recent
+
+        def point(computed: int, fill_blocks: bool) -> EvictionPoint:
+            keep = np.where(whole, computed, min(computed, sinks + recent))
+            mean = -(-int(keep.sum()) // num_lanes)
+            return EvictionPoint.of(
+                *(computed, block_size, mean, keep, fill_blocks), front=sinks, recent=recent
+            )
+
+        plan = RetentionPlan((point(prompt_len, policy.fill_blocks),), whole=whole)
+        if not plan.evicts:
+            return plan
+        # Points fill blocks: the kernels score whole ones.
+        return plan.with_inner(
+            [point(computed, True) for computed in policy.chunk.points(policy, prompt_len)]
         )
-        return RetentionPlan((end,))
 
     # Answers of a part --------------------------------------------------------------------------
 
     def check(self, policy: Policy) -> None:
         """Refuse parts that would have no effect, or were not tried with lengths of heads."""
-        for section, kind in _PLAIN.items():
-            if (found := getattr(policy, section).kind) != kind:
-                raise ValueError(
-                    f"policy {policy.name!r} has streaming heads, which go with {section} {kind!r} "
-                    f"alone so far, not {found!r}: leave {section} out"
-                    + (", but for scorer: recency" if section == "scorer" else "")
-                )
-        if policy.chunk.tokens:
+        self.check_parts(policy)
+        if policy.chunk != EvictionPoints(tokens=policy.chunk.tokens):
             raise ValueError(
-                f"policy {policy.name!r} has streaming heads, which evict at the prompt's end "
-                "alone so far: leave chunk out"
+                f"policy {policy.name!r} has streaming heads, of which heads.sinks and "
+                "heads.recent say what they keep inside the prompt, too: of chunk, set tokens alone"
             )
         if policy.sinks or policy.window:
             raise ValueError(
@@ -152,39 +160,13 @@ class StreamingHeads(Heads):
         if budget.percent != 100:
             raise ValueError(
                 f"policy {policy.name!r} has streaming heads, so a budget of {budget} has no "
-                "effect: leave it out; heads.share, heads.sinks and heads.recent say what is kept"
+                "effect: leave it out; heads.share, heads.sinks, heads.recent and "
+                "heads.recent_share say what is kept"
             )
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError unless the mask has as many numbers as there are lanes."""
-        if self.mask is not None and len(self.mask) * len(self.mask[0]) != num_layers:
-            raise ValueError(
-                f"heads.mask is for {len(self.mask)} layers of {len(self.mask[0])} KV heads, and "
-                f"there are {num_layers} KV heads: take the mask of this model"
-            )
-
-    def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
-        """Raise ValueError unless the mask is for a model of this shape."""
-        if self.mask is not None and (len(self.mask), len(self.mask[0])) != (
-            num_layers,
-            num_kv_heads,
-        ):
-            raise ValueError(
-                f"heads.mask is for {len(self.mask)} layers of {len(self.mask[0])} KV heads, and "
-                f"this model has {num_layers} of {num_kv_heads}: take the mask of this model"
-            )
-
-    def check_hybrid(self, policy: Policy) -> None:
-        """Refuse models of which some layers do not evict, or read another layer's cache."""
-        raise ValueError(
-            f"policy {policy.name!r} gives each KV head a length of its own (heads), which goes "
-            "with models of which every layer has full attention and a cache of its own alone so "
-            "far: choose a policy without `heads`"
-        )
-
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Refuse prefix caching, and with it sessions and the host cache."""
-        return "bundles of blocks whose tables are those of single heads do not exist yet"
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse sessions."""
+        return "states of which each KV head has a length of its own are not saved yet"
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without a mask, unless all heads are alike."""
@@ -195,9 +177,3 @@ class StreamingHeads(Heads):
                 "DuoAttention publishes for the model, and add --kv-policy-args "
                 '\'{"mask": "FOLDER"}\''
             )
-
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Refuse what was not tried together with tables of single heads."""
-        from vllm_pyramid.methods.streaming_heads.refusals import check_config
-
-        check_config(policy, config)

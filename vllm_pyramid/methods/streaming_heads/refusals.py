@@ -42,4 +42,8 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
                 f"policy {policy.name!r} gives each KV head a length of its own (heads), which was "
                 f"not tried with {what}, or choose a policy without `heads`"
             )
-    policy.heads.check_shape(model.get_total_num_hidden_layers(), model.get_num_kv_heads(parallel))
+    policy.heads.check_shape(
+        model.get_total_num_hidden_layers(),
+        model.get_num_kv_heads(parallel),
+        model.get_num_attention_heads(parallel),
+    )

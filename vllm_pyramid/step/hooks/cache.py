@@ -75,3 +75,12 @@ class CacheHooks(WorkerHooks):
             sources, targets: `[n]` int64 block ids, on the device. A block may be among both: all
                 sources are read before a target is written.
         """
+
+    def summaries_of_blocks(self) -> torch.Tensor | None:
+        """Return the pool that follows blocks to the host cache and back; None: none does.
+
+        Returns:
+            `[P, ...]`, of `LayerKVCacheSpec.summary_bytes` for each block; of any shape before
+            `allocate`. A method with a pool that stays behind is refused next to a host cache.
+        """
+        return None

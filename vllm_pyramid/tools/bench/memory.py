@@ -75,7 +75,7 @@ class PolicyMemory:
             ValueError: it does not, or cannot.
         """
         policy, layers = self.policy, len(self._block_sizes)
-        if not (policy.allocator.thins_prompts or policy.heads.splits):
+        if policy.heads.has_budget and not policy.allocator.thins_prompts:
             if policy.budget.tokens_for(prompt_len, 1) >= prompt_len:
                 raise ValueError(
                     f"--budget: {label} keeps all of a prompt of {prompt_len} tokens: give a "

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_pyramid.methods.streaming_heads import RECENT, SINKS
 from vllm_pyramid.tools.command_parts import Progress, check_writable
 
 if TYPE_CHECKING:
@@ -23,10 +24,18 @@ if TYPE_CHECKING:
     from vllm_pyramid.tools.heads.scores import HeadScores
     from vllm_pyramid.tools.heads.trial import Trial
 
-SHARE, SINKS, RECENT = 0.5, 128, 256
+SHARE = 0.5
 # Flags that belong to --heads alone, and those that do not go with it.
-OWN_FLAGS = ("mask", "share", "sinks", "recent")
-_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk")
+OWN_FLAGS = ("mask", "probe", "share", "sinks", "recent")
+# What a mask can be made by, and what `config.json` says of it.
+PROBES = {
+    "echo": "echo and induction, the larger of both",
+    "mean": "mean attention over texts",
+}
+_OTHERS = (
+    *("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk"),
+    *("utility", "horizon", "relative"),
+)
 _TOKENS = (8192, 32768)  # of requests whose memory is told
 
 
@@ -40,9 +49,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--mask",
-        metavar="FOLDER",
-        help="try these scores instead of probing: full_attention_heads.tsv and config.json, as "
-        "DuoAttention publishes them",
+        metavar="PATH",
+        help="try these scores instead of probing: a folder with full_attention_heads.tsv and "
+        "config.json, as DuoAttention publishes them, or HeadKV's .json file",
+    )
+    group.add_argument(
+        "--probe",
+        choices=list(PROBES),
+        help="echo: attention to earlier copies of random tokens, and to what followed them "
+        "(default); mean: how far back the mean query of --prompts looks, as kvpress has it",
     )
     group.add_argument(
         "--share",
@@ -66,13 +81,17 @@ def check_flags(args: argparse.Namespace) -> None:
     """
     unused: tuple[str, ...] = _OTHERS if args.heads else OWN_FLAGS
     if args.heads and args.mask is not None:
-        unused += ("sinks", "recent", "output")  # the folder has its own, and is the output
+        unused += ("probe", "output")
+        if not args.mask.endswith(".json"):
+            unused += ("sinks", "recent")  # the folder has its own
     given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]
     if given and not args.heads:
         raise ValueError(f"{', '.join(given)} without --heads would have no effect: leave it out")
     if given:
         other = "--mask" if args.mask is not None and not set(_OTHERS) & set(given) else "--heads"
         raise ValueError(f"{', '.join(given)} does not go with {other}: leave it out")
+    if args.probe == "mean" and args.prompts is None:
+        raise ValueError("--probe mean looks at texts: add --prompts, or leave --probe out")
     for name, least, most in (("share", 0, 1), ("sinks", 0, None), ("recent", 1, None)):
         value = getattr(args, name)
         if value is not None and not (least <= value and (most is None or value <= most)):
@@ -91,25 +110,35 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
     Raises:
         ValueError: the model, the mask or a prompt does not fit.
     """
+    import torch
     from rich.console import Console
 
+    from vllm_pyramid.methods.streaming_heads.score_files import check_heads, read_scores
+    from vllm_pyramid.tools.head_probe import Repeated
     from vllm_pyramid.tools.heads.model import HeadModel
     from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
     from vllm_pyramid.tools.heads.trial import check_texts, copies, random_masks, try_masks
 
-    published = None if args.mask is None else HeadScores.read(Path(args.mask))
+    published = None if args.mask is None else read_scores(Path(args.mask).expanduser())
     share = SHARE if args.share is None else args.share
+    sizes = {
+        "sinks": SINKS if args.sinks is None else args.sinks,
+        "recent": RECENT if args.recent is None else args.recent,
+    }
     model = HeadModel(args.model)
-    scores = _probed(args, model) if published is None else published
-    if scores.scores.shape != (model.layers, model.kv_heads):
-        layers, heads = scores.scores.shape
-        raise ValueError(
-            f"{args.mask} is for {layers} layers of {heads} KV heads, and {args.model} has "
-            f"{model.layers} of {model.kv_heads}"
-        )
+    texts = token_ids(args.model, prompts)
+    if published is None:
+        if args.probe != "mean":
+            _check_room(Repeated(), model)
+        limits = HeadScores(torch.zeros(model.layers, model.kv_heads), **sizes)
+        check_texts(texts, limits, model)
+        scores = replace(limits, scores=_probed(args.probe, model, texts))
+    else:
+        shape = model.layers, model.kv_heads, model.heads
+        check_heads(args.mask, published.scores, *shape)
+        scores = HeadScores.of(published, model.kv_heads, **sizes)
+        check_texts(texts, scores, model)
     _check_room(copies(scores), model)
-    texts = _token_ids(args.model, prompts)
-    check_texts(texts, scores, model)
     mask = scores.mask(share)
     masks = [None, mask, *random_masks(mask)]
     if published is None:
@@ -122,7 +151,7 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
     if published is None:
         found = {
             "model_name": args.model,
-            "probe": "echo and induction, the larger of both",
+            "probe": PROBES[args.probe or "echo"],
             "tried": {
                 "share": share,
                 "whole": asdict(trials[0]),
@@ -178,16 +207,11 @@ def report(
     return lines
 
 
-def _probed(args: argparse.Namespace, model: HeadModel) -> HeadScores:
-    """Return the scores of the model's own heads."""
+def _probed(probe: str | None, model: HeadModel, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the scores of the model's own heads, `[L, G]`, by one of `PROBES`."""
     from vllm_pyramid.tools.head_probe import Repeated
-    from vllm_pyramid.tools.heads.scores import HeadScores
 
-    probe = Repeated()
-    _check_room(probe, model)
-    sinks = SINKS if args.sinks is None else args.sinks
-    recent = RECENT if args.recent is None else args.recent
-    return HeadScores(model.probe(probe), sinks, recent)
+    return model.mean_attention(texts) if probe == "mean" else model.probe(Repeated())
 
 
 def _check_room(probe: Repeated, model: HeadModel) -> None:
@@ -201,7 +225,7 @@ def _check_room(probe: Repeated, model: HeadModel) -> None:
         )
 
 
-def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the prompts as token ids; the tokenizer is loaded if one is a text."""
     if all("prompt_token_ids" in prompt for prompt in prompts):
         return [list(prompt["prompt_token_ids"]) for prompt in prompts]

@@ -9,13 +9,15 @@ Shape legend: L layers, T tokens, H query heads, G KV heads, D head size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from vllm_pyramid.tools.head_probe import Repeated, of_kv_heads
+from vllm_pyramid.step.rotary import Rotary
+from vllm_pyramid.tools.head_probe import LENGTH, Repeated, mean_attention, of_kv_heads
 from vllm_pyramid.tools.heads.scores import HeadScores
 
 _NAME = "vllm_pyramid_heads"
@@ -24,6 +26,10 @@ _OTHER = ("sliding_window", "softcap", "s_aux")  # what Transformers hands to at
 _PLAIN = (
     "heads are probed in models whose layers all have full attention with KV heads, without "
     "sliding windows, capped logits, learned sinks or latent vectors; this model has others"
+)
+_NO_ROTARY = (
+    "mean attention is measured without rotary embedding, and this model's layers do not all have "
+    "one that can be undone: take --probe echo"
 )
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -60,7 +66,8 @@ class HeadModel:
     """A causal language model of Transformers, on a GPU if there is one, else in float32.
 
     Attributes:
-        layers: L. kv_heads: G. vocabulary: number of token ids. longest: positions of the model.
+        layers: L. kv_heads: G. heads: H. vocabulary: number of token ids.
+        longest: positions of the model.
 
     Raises:
         ValueError: it cannot be loaded, or its layers do not all have plain attention. Some kinds
@@ -92,8 +99,9 @@ class HeadModel:
         for module in own:
             module.heads = self
         self._attend: Attend | None = None
+        self._attentions = own
         self.layers = len(own)
-        self.kv_heads = int(config.num_key_value_heads)
+        self.kv_heads, self.heads = int(config.num_key_value_heads), int(config.num_attention_heads)
         self.vocabulary = int(config.vocab_size)
         self.longest = int(config.max_position_embeddings)
 
@@ -114,6 +122,51 @@ class HeadModel:
 
         self._run(probe.tokens(self.ordinary_ids()), attend, 1)
         return found
+
+    def mean_attention(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return how far back the mean query looks in each KV head, `[L, G]` float64.
+
+        The mean over texts, and over the query heads of a KV head as in kvpress.
+
+        Raises:
+            ValueError: the model's rotary embedding cannot be undone.
+        """
+        found = torch.zeros(self.layers, self.kv_heads, dtype=torch.float64)
+        rotary = self._rotary(max(LENGTH, *map(len, texts)))
+
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        ) -> torch.Tensor:
+            areas = mean_attention(q[0].transpose(0, 1).cpu(), k[0].cpu(), rotary, scale)
+            found[layer] += areas.unflatten(0, (self.kv_heads, -1)).mean(dim=1)
+            return whole_attention(q, k, v, scale)
+
+        for ids in texts:
+            self._run(ids, attend, 1)
+        return found / len(texts)
+
+    @torch.inference_mode()
+    def _rotary(self, positions: int) -> Rotary:
+        """Return the rotary embedding of all layers, tried against the model's own function."""
+        embedding = getattr(self._model.model, "rotary_emb", None)
+        if not all(getattr(module, "use_rope", True) for module in self._attentions):
+            raise ValueError(_NO_ROTARY)
+        attention = type(self._attentions[0])
+        apply = getattr(sys.modules[attention.__module__], "apply_rotary_pos_emb", None)
+        if embedding is None or apply is None:
+            raise ValueError(_NO_ROTARY)
+        here = torch.arange(positions, device=self._model.device)
+        cos, sin = embedding(torch.zeros(1, device=here.device), here[None])
+        size = cos.shape[-1]
+        x = torch.randn(1, 1, positions, size, generator=torch.Generator().manual_seed(0))
+        turned = apply(x.to(here.device), x.to(here.device), cos, sin)[0].cpu()
+        # Angles of halves or of pairs, for channels that are paired in either way.
+        for kept in (slice(0, size // 2), slice(0, size, 2)):
+            table = torch.cat([cos[0, :, kept], sin[0, :, kept]], dim=-1).cpu()
+            for rotary in (Rotary(table, halves=True), Rotary(table, halves=False)):
+                if torch.allclose(rotary.turn(x, *rotary.at(here.cpu())), turned, atol=1e-4):
+                    return rotary
+        raise ValueError(_NO_ROTARY)
 
     def logits(
         self, ids: Sequence[int], last: int, mask: torch.Tensor | None, scores: HeadScores

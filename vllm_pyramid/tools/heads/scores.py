@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES, read_scores
+from vllm_pyramid.methods.streaming_heads import RECENT, SINKS
+from vllm_pyramid.methods.streaming_heads.score_files import (
+    CONFIG,
+    SCORES,
+    ScoreFiles,
+    of_kv_heads,
+    read_scores,
+)
 from vllm_pyramid.tools.head_probe import retrieval_heads
 
 
@@ -32,8 +39,23 @@ class HeadScores:
     def read(cls, folder: Path) -> HeadScores:
         """Read a folder; errors as of `read_scores`."""
         found = read_scores(folder)
-        scores = torch.tensor(found.scores, dtype=torch.float64)
-        return cls(scores, found.sinks, found.recent)
+        return cls.of(found, len(found.scores[0]))
+
+    @classmethod
+    def of(
+        cls, found: ScoreFiles, num_kv_heads: int, sinks: int = SINKS, recent: int = RECENT
+    ) -> HeadScores:
+        """Return what was read as scores of KV heads; those of query heads give their best.
+
+        Args:
+            num_kv_heads: G, of which the heads are a multiple.
+            sinks, recent: for a file that does not say them.
+        """
+        return cls(
+            torch.from_numpy(of_kv_heads(found.scores, num_kv_heads)),
+            sinks if found.sinks is None else found.sinks,
+            recent if found.recent is None else found.recent,
+        )
 
     def write(self, folder: Path, more: Mapping[str, Any]) -> None:
         """Write the two files; `more` goes into `config.json`.
