@@ -43,6 +43,7 @@ KINDS = {
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
     "heads": {"alike", "shares", "streaming"},
+    "prefill": {"all", "antidiagonal"},
 }
 
 

@@ -54,6 +54,8 @@ class PolicyMetrics:
     With a selection of pages (labels: engine):
         vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
         vllm_pyramid:pages_visible_total     pages that attention to everything would have read
+        vllm_pyramid:prefill_tiles_read_total     pairs of tiles that sparse prompts computed
+        vllm_pyramid:prefill_tiles_visible_total  pairs that attention to everything would have
 
     With a host cache (labels: engine): those of `HostCacheMetrics`.
     """
@@ -115,6 +117,8 @@ class PolicyMetrics:
             for name, text in (
                 ("pages_read", "Pages of the KV cache that generated tokens read."),
                 ("pages_visible", "Pages that they would have read with attention to everything."),
+                ("prefill_tiles_read", "Pairs of tiles that sparse prompts computed."),
+                ("prefill_tiles_visible", "Pairs of tiles that dense prompts would have computed."),
             )
         }
         self.failed_requests = Counter(

@@ -74,14 +74,15 @@ class PrefixCache:
         self._hashes_per_bundle = self.tokens // hash_block_size
         self.holders = SharedBlockIndex()
 
-    def find(self, request: Request, tokens: int, shared: int) -> list[BlockHash]:
+    def find(self, request: Request, tokens: int, shared: int, key: bytes = b"") -> list[BlockHash]:
         """Return the hashes of the bundles that a request without blocks could begin with.
 
         Args:
             tokens: the most tokens of all these bundles.
             shared: how many of the first bundles the request may share.
+            key: see `hashes`.
         """
-        hashes = self.hashes(request)[: tokens // self.tokens]
+        hashes = self.hashes(request, key)[: tokens // self.tokens]
         hit = hashes[: self._pool.longest_prefix(hashes)]
         while len(hit) > shared and not self._pool.bundles[hit[-1]].scheduled:
             hit.pop()  # it would be copied before the step that computes it
@@ -109,9 +110,15 @@ class PrefixCache:
                 table[entry::stride] = next(columns)
         return bundles, revived
 
-    def publish(self, request: Request, known: int, tokens: int) -> list[BlockBundle]:
-        """Make bundles of a request's blocks up to `tokens`, of which `known` exist already."""
-        hashes = self.hashes(request)
+    def publish(
+        self, request: Request, known: int, tokens: int, key: bytes = b""
+    ) -> list[BlockBundle]:
+        """Make bundles of a request's blocks up to `tokens`, of which `known` exist already.
+
+        Args:
+            key: see `hashes`.
+        """
+        hashes = self.hashes(request, key)
         end = min(tokens // self.tokens, len(hashes))
         names = self.named(hashes[known:end])
         columns: list[Sequence[KVCacheBlock]] = []
@@ -194,9 +201,15 @@ class PrefixCache:
         for bundle in reversed(bundles):
             self._pool.withdraw(bundle)
 
-    def hashes(self, request: Request) -> list[BlockHash]:
-        """Return the hashes of a request's bundles, without a suffix."""
-        return request.block_hashes[self._hashes_per_bundle - 1 :: self._hashes_per_bundle]
+    def hashes(self, request: Request, key: bytes = b"") -> list[BlockHash]:
+        """Return the hashes of a request's bundles.
+
+        Args:
+            key: what their KV depends on apart from the tokens, as `RequestTerms.cache_key` says;
+                a bare hash names a bundle of the full cache.
+        """
+        found = request.block_hashes[self._hashes_per_bundle - 1 :: self._hashes_per_bundle]
+        return [BlockHash(one + key) for one in found] if key else found
 
     def named(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """Return the names of the bundles of these hashes."""

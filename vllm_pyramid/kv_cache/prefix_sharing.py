@@ -31,6 +31,7 @@ from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import PendingPrefixCopy, RequestTerms, SchedulerRequest
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import Plan, RetentionPlan, overwritten_blocks
+from vllm_pyramid.policy.prefill import TILE
 
 
 class PrefixSharing:
@@ -82,7 +83,7 @@ class PrefixSharing:
             most = min(most, terms.reusable)
         shared = most if terms.shareable is None else min(most, terms.shareable)
         may_share = shared // cache.tokens
-        record.prefix_hit = hit = cache.find(request, most, may_share)
+        record.prefix_hit = hit = cache.find(request, most, may_share, terms.cache_key)
         if self.lasting is not None:
             del hit[self._pool.longest_prefix(self.lasting.named(hit)) :]
         without_copies = may_share
@@ -92,11 +93,22 @@ class PrefixSharing:
         if len(hit) > without_copies and not self._fits(request, terms, hit, may_share):
             del hit[without_copies:]
         if self.host is None:
+            self._cut_to_tiles(record)
             return len(hit) * cache.tokens
-        behind = cache.hashes(request)[len(hit) : most // cache.tokens]
+        behind = cache.hashes(request, terms.cache_key)[len(hit) : most // cache.tokens]
         record.host_hit = behind[: self.host.longest_prefix(behind)]
         record.host_query = len(behind) * cache.tokens
+        self._cut_to_tiles(record)
         return (len(hit) + len(record.host_hit)) * cache.tokens
+
+    def _cut_to_tiles(self, record: SchedulerRequest) -> None:
+        """Leave out of a hit what would let a prompt that is computed in tiles begin inside one."""
+        if not record.terms.sparse_tokens:
+            return
+        found = len(record.prefix_hit) + len(record.host_hit)
+        whole = found * self.cache.tokens // TILE * TILE // self.cache.tokens
+        del record.host_hit[max(whole - len(record.prefix_hit), 0) :]
+        del record.prefix_hit[whole:]
 
     def _fits(
         self, request: Request, terms: RequestTerms, hit: list[BlockHash], may_share: int
@@ -220,7 +232,8 @@ class PrefixSharing:
             tokens = shareable
         if tokens // self.cache.tokens <= len(record.bundles):
             return  # nearly every request, every step
-        if bundles := self.cache.publish(request, len(record.bundles), tokens):
+        key = record.terms.cache_key
+        if bundles := self.cache.publish(request, len(record.bundles), tokens, key):
             self._published_from.setdefault(request.request_id, len(record.bundles))
             if self.lasting is not None:
                 record.lasting += self.lasting.publish(request, len(record.bundles), tokens)
@@ -320,7 +333,9 @@ class PrefixSharing:
             return None
         if record.terms.reusable in (0, record.terms.shareable):
             return None
-        hashes = self.cache.hashes(request)[: plan.exact_tokens // self.cache.tokens]
+        hashes = self.cache.hashes(request, record.terms.cache_key)[
+            : plan.exact_tokens // self.cache.tokens
+        ]
         if self._pool.longest_prefix(hashes) < len(hashes):
             return request.request_id, plan, first, hashes[first:]
         for block_hash in reversed(hashes[first:]):  # an earlier request's, used once more

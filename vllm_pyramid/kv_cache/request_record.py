@@ -61,6 +61,8 @@ class RequestTerms:
         conversation: the conversation that the request belongs to; None without one.
         keep: spans of the prompt that stay in every layer.
         attend: which pages generated tokens read; None: all that are held.
+        sparse_tokens: leading tokens that are computed in tiles (`Prefill.sparse_tokens`).
+        cache_key: what names its cached KV in addition to the tokens.
     """
 
     plan: Plan | None = None
@@ -71,15 +73,17 @@ class RequestTerms:
     conversation: Conversation | None = None
     keep: Spans = ()
     attend: Attend | None = None
+    sparse_tokens: int = 0
+    cache_key: bytes = b""
 
     def suffix(self, end: int) -> bytes | None:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.
 
         Returns:
-            An empty suffix if it is the full cache's KV; None if no other request may find it.
+            `cache_key`, empty if it is the full cache's KV; None if no other request may find it.
         """
         if self.reusable is None or end <= self.reusable:
-            return b""
+            return self.cache_key
         return None if self.conversation is None else self.conversation.suffix(end)
 
 

@@ -45,6 +45,7 @@ class HeadShares(SplitHeads):
         "schedule": "prompt_end",
         "values": "device",
         "attend": "all",
+        "prefill": "all",
     }
     kind: Literal["shares"] = "shares"
     scores: Scores | None = None

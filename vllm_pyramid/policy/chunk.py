@@ -89,6 +89,7 @@ class EvictionPoints(Chunk):
                 "chunk": EvictionPoints(),
                 "attend": "all",
                 "heads": "alike",
+                "prefill": "all",
             }
         )
 

@@ -62,10 +62,15 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have the KV of the full cache; None: all of them.
 
     That count includes generated tokens. Blocks beyond `shareable_tokens` are copied into blocks
-    of the request's own, and out of them before it evicts; those of single heads are not.
+    of the request's own, and out of them before it evicts; those of single heads are not. Where
+    prompts are computed sparsely it is the sparse part, as far as no eviction writes to it, and the
+    KV is found by its `cache_key`.
     """
     if policy.why_not_shareable is not None or plan.pieces:
         return 0
+    if policy.prefill.skips_tiles:
+        sparse = policy.prefill.sparse_tokens(plan.prompt_len)
+        return sparse if plan.untouched is None else min(sparse, plan.untouched)
     if plan.untouched is None:
         return plan.prompt_len if policy.approximates_answers else None
     copies = policy.copies_blocks and not policy.heads.splits
@@ -79,6 +84,8 @@ def shareable_tokens(policy: Policy, plan: Plan) -> int | None:
     this request writes into their blocks.
     """
     reusable = reusable_tokens(policy, plan)
+    if policy.prefill.skips_tiles:
+        return reusable
     return reusable if plan.untouched is None or reusable == 0 else plan.untouched
 
 

@@ -100,6 +100,8 @@ class RequestPlanner:
             Conversation.of(served, plan, shares),
             served.keep,
             served.policy.attend if served.policy.attend.selects else None,
+            served.policy.prefill.sparse_tokens(plan.prompt_len),
+            served.policy.prefill.cache_key,
         )
 
     def _check(self, request: Request) -> ServedRequest:

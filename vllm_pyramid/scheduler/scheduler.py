@@ -30,6 +30,7 @@ from vllm_pyramid.kv_cache.new_blocks import NoBlocks, kv_cache_blocks
 from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.fit import Pool
+from vllm_pyramid.policy.prefill import whole_tiles
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
@@ -243,6 +244,8 @@ class PyramidSchedulerMixin(Reports):
             or self._admission.admits(request, plan, computed, self.running)
         ):
             chunk = self._chunk(request, plan, computed, tokens)
+            terms = self.coordinator.plans.records[request.request_id].terms
+            chunk = whole_tiles(computed, chunk, terms.sparse_tokens)
             if (
                 self._pool_may_be_smaller
                 and not waits

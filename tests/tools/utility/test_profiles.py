@@ -232,7 +232,11 @@ def test_the_command_writes_a_policy(
             ["--kv-policy", "knorm", "--kv-policy-args", '{"recent": 0.3}'],
             "does not take each head's best-scored tokens",
         ),
-        ([200], ["--kv-policy", "duoattention"], "streaming heads, which go with allocator"),
+        (
+            [200],
+            ["--kv-policy", "duoattention"],
+            "heads of kind .streaming., which go with allocator",
+        ),
         ([200, 151], [], "prompt 2 has 151 tokens: a profile of policy 'auto' needs at least 152"),
         ([200], ["--horizon", "0"], "--horizon 0 must be at least 1"),
         ([200], ["--horizon", "1000000"], "have 1000200 tokens, and the model has"),

@@ -70,6 +70,7 @@ class StreamingHeads(SplitHeads):
         "schedule": "prompt_end",
         "values": "device",
         "attend": "all",
+        "prefill": "all",
     }
     kind: Literal["streaming"] = "streaming"
     mask: Scores | None = None
