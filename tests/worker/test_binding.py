@@ -122,6 +122,7 @@ class Runner(RunnerAdapter, StockRunner):
     ) -> None:
         super().__init__(heads)
         self.device = torch.device("cpu")
+        self.kv_caches: list[torch.Tensor] = []  # read where there is a host cache alone
         self.layers = {name: SimpleNamespace(impl=OurImpl()) for name in NAMES}
         budget = None if policy == "full" else 64
         self.vllm_config = SimpleNamespace(  # type: ignore[assignment]

@@ -11,8 +11,8 @@ are found once for a model, by a mask that is trained or by a probe (`vllm-pyram
 would have been asked for.
 
 Streaming heads see the whole prompt while it is processed, and evict at its end. With
-`chunk.tokens` they evict after every so many tokens of the prompt, as DuoAttention does where it
-pre-fills in chunks (section 3): a chunk sees the sinks, the recent tokens before it, and itself, so
+`chunk.tokens` they evict after each chunk of that many tokens, as DuoAttention does where it
+pre-fills in chunks: a chunk sees the sinks, the recent tokens before it, and itself, so
 prefill takes less time and memory.
 
     tokens of the prompt     0 ............. E .............. 2 E .............. 3 E

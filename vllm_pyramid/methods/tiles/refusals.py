@@ -43,7 +43,7 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     elif scheduler.max_num_batched_tokens < needed:
         reason = (
             f"a step of {scheduler.max_num_batched_tokens} tokens may have no room for a tile of "
-            f"{TILE} beside {scheduler.max_num_seqs} requests that decode: set "
+            f"{TILE} next to {scheduler.max_num_seqs} requests that decode: set "
             f"--max-num-batched-tokens to at least {needed}, or lower --max-num-seqs"
         )
     elif 0 < longest < TILE:
