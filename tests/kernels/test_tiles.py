@@ -18,8 +18,8 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.gather_tokens import gather_tokens
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
-from vllm_pyramid.kernels.tiles import TILE, attend_tiles, choose_tiles
-from vllm_pyramid.policy import prefill
+from vllm_pyramid.kernels.tiles import attend_tiles, choose_tiles
+from vllm_pyramid.plan.tiles import TILE
 
 pytestmark = pytest.mark.cpu
 
@@ -202,7 +202,3 @@ def test_the_choice_of_a_tile_depends_on_no_other() -> None:
             0.9,
         )
         assert torch.equal(part, whole[first:last, :, :last])
-
-
-def test_policies_and_kernels_mean_the_same_tiles() -> None:
-    assert prefill.TILE == TILE

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels.conftest import build_batch
+from tests.steps import make_context
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import Softmax
@@ -42,8 +41,8 @@ def _step(requests: list[tuple[int, int, int]], full: tuple[int, ...] = ()) -> S
     return step
 
 
-def _hooks() -> Any:
-    return TileAttention(TILES, SimpleNamespace(block_size=N))  # type: ignore[arg-type]
+def _hooks() -> TileAttention:
+    return TileAttention(TILES, make_context(4, block_size=N))
 
 
 def test_a_mixed_step_attends_as_each_request_would_alone() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pyramid.methods.tiles import refusals
+from vllm_pyramid.plan.tiles import TILE, whole_tiles
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
-from vllm_pyramid.policy.prefill import TILE, whole_tiles
 from vllm_pyramid.policy.request import for_request
 
 pytestmark = pytest.mark.cpu

@@ -126,7 +126,9 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
         is_known = pool.bundles[row.hash] is row
         assert is_known != (row in pool.twins.get(row.hash, ())), "a twin is nobody's"
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
-        assert row.holders == of_requests.get(id(row), set()), "somebody else's row"
+        assert row.holders == of_requests.get(id(row), set()), (
+            f"a row has holders {row.holders}, and no request among them has it"
+        )
     for cache in kinds:
         assert cache.holders.counts == Counter(map(frozenset, holders[cache].values()))
     assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.bundles)

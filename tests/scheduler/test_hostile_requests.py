@@ -247,7 +247,7 @@ def test_an_allocator_that_is_called_for_each_turn_is_seen(
 
 
 def _plan_of(allocator: str, share: int) -> Callable[[int, int], int]:
-    """Return what plans a request of a number and of so many turns, and says how many it plans."""
+    """Return a function that plans request `index` with `turns` turns, and returns its points."""
     fields = {"shares": [1 + layer * 7 % 13 for layer in range(LAYERS)]}
     parts = {"kind": allocator, **(fields if allocator == "shares" else {})}
     served = load_policy("pyramidkv").model_copy(update={"allocator": parts})

@@ -54,6 +54,8 @@ class PolicyMetrics:
     With a selection of pages (labels: engine):
         vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
         vllm_pyramid:pages_visible_total     pages that attention to everything would have read
+
+    With a sparse prefill (labels: engine):
         vllm_pyramid:prefill_tiles_read_total     pairs of tiles that sparse prompts computed
         vllm_pyramid:prefill_tiles_visible_total  pairs that attention to everything would have
 

@@ -21,8 +21,8 @@ import torch
 
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.plan.tiles import TILE
 
-TILE = 128
 STRIDE = 16
 _PARTS = TILE // STRIDE
 

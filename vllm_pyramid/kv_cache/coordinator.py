@@ -28,6 +28,7 @@ from vllm_pyramid.compat.block_pool import block_pool
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
+from vllm_pyramid.kv_cache.evicted_prefixes import EvictedPrefixes
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_groups import LayerGroups
 from vllm_pyramid.kv_cache.new_blocks import extend_tables
@@ -98,6 +99,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         groups, layer_blocks = self.stock_groups, self.layer_blocks
         common = groups, layer_blocks, self.plans, self.block_copies, self.counters
         self.prefixes = PrefixSharing(self.block_pool, cache, *common, lasting)
+        self.evicted_prefixes = EvictedPrefixes(self.block_pool, cache, layer_blocks, self._records)
         sessions = SessionCache(self.block_pool, self.layer_managers, cache.tokens)
         self.sessions = SessionResume(self.block_pool, sessions, cache, *common)
         self._session_cache = sessions
@@ -254,7 +256,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         record.due = resolved.next_eviction(processed_computed_tokens)
         skip = resolved.skip_after(number)
         shared = self.prefixes.cache.blocks * len(record.bundles)
-        kept = self.prefixes.keep_evicted(request_id, record, resolved)
+        kept = self.evicted_prefixes.keep(request_id, record, resolved)
         unused = kept + self.prefixes.leave(request_id, record)
         own = self._own.release_heads(request_id, skip // self.layer_blocks.block_sizes)
         counters = self.counters
@@ -281,7 +283,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         if (record := self._records.get(request_id)) is None:
             return
         self.prefixes.withdraw_unscheduled(request_id, record)
-        self.prefixes.keep_evicted(request_id, record, record.resolved)
+        self.evicted_prefixes.keep(request_id, record, record.resolved)
         in_bundles, unused = self.prefixes.leave_all(request_id, record)
         counters.held_blocks -= self.layer_blocks.of_units(record.num_blocks) - in_bundles
         counters.held_blocks -= unused

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request finds of its prompt in the cache, what it publishes, and what it keeps there.
+"""What a request finds of its prompt in the cache, and what it publishes there.
 
 Where KV heads have block tables of their own, some of them may never evict. Their blocks are then
 bundles of their own, which a request keeps to its end; those of the others go back when it evicts:
@@ -28,10 +28,9 @@ from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
-from vllm_pyramid.kv_cache.request_record import PendingPrefixCopy, RequestTerms, SchedulerRequest
+from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
-from vllm_pyramid.plan import Plan, RetentionPlan, overwritten_blocks
-from vllm_pyramid.policy.prefill import TILE
+from vllm_pyramid.plan.tiles import TILE
 
 
 class PrefixSharing:
@@ -294,73 +293,7 @@ class PrefixSharing:
         pending = 0 if record.pending_copy is None else len(record.pending_copy.hashes)
         return (len(record.bundles) + pending) * self.cache.tokens
 
-    # Keeping what an eviction overwrites --------------------------------------------------------
-
-    def reserve_copies(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Reserve blocks for what the evictions in the step just scheduled will overwrite.
-
-        Args:
-            requests: the requests that come to their first eviction in this step.
-
-        Returns:
-            By request, ids of blocks for the workers to copy to (`StepEvictions.copies`), as many
-            as the eviction can need, each of the pool of its layer's stage. A request is left out
-            if it keeps nothing, if all of its prompt is cached, or if a pool has too few blocks.
-        """
-        missing = [found for request in requests if (found := self._uncached(request))]
-        reserved: dict[str, list[int]] = {}
-        # Between these calls nothing becomes idle, so the latest idle blocks are this step's.
-        others = np.zeros(len(self._layer_blocks.stages), np.int64)
-        for request_id, plan, first, hashes in missing:
-            counts = overwritten_blocks(plan, self._layer_blocks.stages.sizes)
-            bundle = self._pool.reserve(counts, others)
-            if bundle is not None:
-                others += counts
-                pending = PendingPrefixCopy(first, hashes, bundle)
-                self._records[request_id].pending_copy = pending
-                reserved[request_id] = [block.block_id for block in bundle.blocks]
-        return reserved
-
-    def _uncached(self, request: Request) -> tuple[str, Plan, int, list[BlockHash]] | None:
-        """Return the plan of a prompt to keep, its first bundle to copy, and the hashes from it on.
-
-        Returns:
-            None if there is nothing to keep.
-        """
-        record = self._records[request.request_id]
-        plan, first = record.terms.plan, len(record.bundles)
-        if plan is None or record.pending_copy is not None:
-            return None
-        if record.terms.reusable in (0, record.terms.shareable):
-            return None
-        hashes = self.cache.hashes(request, record.terms.cache_key)[
-            : plan.exact_tokens // self.cache.tokens
-        ]
-        if self._pool.longest_prefix(hashes) < len(hashes):
-            return request.request_id, plan, first, hashes[first:]
-        for block_hash in reversed(hashes[first:]):  # an earlier request's, used once more
-            self._pool.touch_bundle(block_hash)
-        return None
-
-    def keep_evicted(
-        self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan | None
-    ) -> npt.NDArray[np.int64]:
-        """Make bundles of the copies and of the head's blocks.
-
-        Args:
-            resolved: None if the worker has not reported the eviction: then nothing was copied.
-
-        Returns:
-            `[layers]` blocks of the head that are no longer the request's.
-        """
-        pending, record.pending_copy = record.pending_copy, None
-        copies = None if pending is None else self._pool.take_reserved(pending.reserved)
-        if pending is None or copies is None or resolved is None:
-            self._pool.free_blocks(copies or ())
-            return np.zeros(self._layer_blocks.num_layers, np.int64)
-        return self.cache.keep_evicted(
-            request_id, pending.first, pending.hashes, resolved.points[0].skip, copies
-        )
+    # Leaving --------------------------------------------------------------------------------------
 
     def leave(self, request_id: str, record: SchedulerRequest) -> npt.NDArray[np.int64]:
         """Take the bundles of the layers that evict out of a request's tables.

@@ -10,7 +10,6 @@ head keeps is the policy's scorer's choice, inside that head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -39,14 +38,6 @@ class HeadShares(SplitHeads):
     """
 
     scored: ClassVar[str] = "scores"
-    plain: ClassVar[Mapping[str, str]] = {
-        "allocator": "uniform",
-        "selector": "top_k",
-        "schedule": "prompt_end",
-        "values": "device",
-        "attend": "all",
-        "prefill": "all",
-    }
     kind: Literal["shares"] = "shares"
     scores: Scores | None = None
     beta: float = Field(default=1.2, ge=1.0, allow_inf_nan=False)

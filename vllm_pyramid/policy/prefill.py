@@ -18,8 +18,6 @@ from typing import ClassVar, Literal
 
 from vllm_pyramid.policy.component import Component
 
-TILE = 128  # positions of a tile
-
 
 class Prefill(Component):
     """Base class of the section `prefill`.
@@ -45,14 +43,3 @@ class DensePrefill(Prefill):
     """Attend to all that comes before a token."""
 
     kind: Literal["all"] = "all"
-
-
-def whole_tiles(computed: int, tokens: int, sparse_tokens: int) -> int:
-    """Return the tokens of a chunk that is cut to whole tiles, at most `tokens`.
-
-    Args:
-        computed: tokens before the chunk; a multiple of `TILE` if below `sparse_tokens`.
-        sparse_tokens: see `Prefill`.
-    """
-    end = computed + tokens
-    return tokens if end >= sparse_tokens else max(end // TILE * TILE - computed, 0)

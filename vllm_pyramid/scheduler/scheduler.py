@@ -29,8 +29,8 @@ from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.kv_cache.new_blocks import NoBlocks, kv_cache_blocks
 from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.plan import Plan
+from vllm_pyramid.plan.tiles import whole_tiles
 from vllm_pyramid.policy.fit import Pool
-from vllm_pyramid.policy.prefill import whole_tiles
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
@@ -195,7 +195,7 @@ class PyramidSchedulerMixin(Reports):
         # Last, when all requests have got the blocks that this step needs.
         scheduled = output.num_scheduled_tokens
         evicting = [request for request in self._evicting if request.request_id in scheduled]
-        attach_copies(output, coordinator.prefixes.reserve_copies(evicting))
+        attach_copies(output, coordinator.evicted_prefixes.reserve(evicting))
         if coordinator.host_cache is not None:  # reserved blocks may be those of bundles, too
             attach_host_copies(output, coordinator.host_cache.take())
         return output

@@ -5,10 +5,9 @@
     streaming head    [ sinks ]                                      [ recent  ][ generated ]
 
 DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891, without its compensation
-token): the heads that look far back
-are found once for a model, by a mask that is trained or by a probe (`vllm-pyramid calibrate
---heads`). Nothing depends on the prompt, so a later question loses nothing that a streaming head
-would have been asked for.
+token): the heads that look far back are found once for a model, by a mask that is trained or by a
+probe (`vllm-pyramid calibrate --heads`). Nothing depends on the prompt, so a later question loses
+nothing that a streaming head would have been asked for.
 
 Streaming heads see the whole prompt while it is processed, and evict at its end. With
 `chunk.tokens` they evict after each chunk of that many tokens, as DuoAttention does where it
@@ -63,15 +62,7 @@ class StreamingHeads(SplitHeads):
 
     has_budget: ClassVar[bool] = False
     scored: ClassVar[str] = "mask"
-    plain: ClassVar[Mapping[str, str]] = {
-        "scorer": "recency",
-        "allocator": "uniform",
-        "selector": "top_k",
-        "schedule": "prompt_end",
-        "values": "device",
-        "attend": "all",
-        "prefill": "all",
-    }
+    plain: ClassVar[Mapping[str, str]] = {"scorer": "recency", **SplitHeads.plain}
     kind: Literal["streaming"] = "streaming"
     mask: Scores | None = None
     share: float = Field(default=0.5, ge=0, le=1)

@@ -32,7 +32,14 @@ class SplitHeads(Heads):
 
     splits: ClassVar[bool] = True
     scored: ClassVar[str]
-    plain: ClassVar[Mapping[str, str]]
+    plain: ClassVar[Mapping[str, str]] = {
+        "allocator": "uniform",
+        "selector": "top_k",
+        "schedule": "prompt_end",
+        "values": "device",
+        "attend": "all",
+        "prefill": "all",
+    }
 
     @property
     def head_scores(self) -> Scores | None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_pyramid.policy.prefill import TILE, Prefill
+from vllm_pyramid.plan.tiles import TILE
+from vllm_pyramid.policy.prefill import Prefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
-from vllm_pyramid.policy.prefill import TILE
+from vllm_pyramid.plan.tiles import TILE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm_pyramid.kernels.tiles import attend_tiles, choose_tiles
 from vllm_pyramid.methods.tiles.reads import NAME, StepTiles
-from vllm_pyramid.policy.prefill import TILE
+from vllm_pyramid.plan.tiles import TILE
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import LayerHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.step import Step
@@ -62,10 +63,13 @@ class TileAttention(StepHooks, LayerHooks):
             RuntimeError: a chunk does not consist of whole tiles.
         """
         self._rows = []
+        inside = np.flatnonzero(step.computed < step.prompt_lens).tolist()
+        if not inside:
+            return
         ends = step.scheduled.cumsum().tolist()
-        chunks = zip(step.computed.tolist(), step.scheduled.tolist(), strict=True)
-        for row, (computed, scheduled) in enumerate(chunks):
-            request = step.requests[row]
+        for row in inside:
+            request, computed = step.requests[row], int(step.computed[row])
+            scheduled = int(step.scheduled[row])
             sparse = request.policy.prefill.sparse_tokens(request.initial.prompt_len)
             if computed >= sparse:
                 continue

@@ -28,7 +28,13 @@ from vllm_pyramid.tools.certified.groups import (
     group_prompts,
 )
 from vllm_pyramid.tools.certified.risk import Losses
-from vllm_pyramid.tools.command_parts import Progress, names, numbers, parse_engine_args
+from vllm_pyramid.tools.command_parts import (
+    Progress,
+    names,
+    numbers,
+    parse_engine_args,
+    refuse_unused,
+)
 
 BUDGETS = "75%,50%,35%,25%,18%,12%,9%,6%"
 CONFIDENCE = 0.9
@@ -70,12 +76,7 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming them.
     """
-    unused = _OTHERS if args.risk is not None else OWN_FLAGS
-    given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]
-    if given and args.risk is None:
-        raise ValueError(f"{', '.join(given)} without --risk would have no effect: leave it out")
-    if given:
-        raise ValueError(f"{', '.join(given)} does not go with --risk: leave it out")
+    refuse_unused(args, "--risk", OWN_FLAGS, _OTHERS)
 
 
 def parse_budgets(text: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid.methods.streaming_heads import RECENT, SINKS
-from vllm_pyramid.tools.command_parts import Progress, check_writable
+from vllm_pyramid.tools.command_parts import Progress, check_writable, refuse_unused
 
 if TYPE_CHECKING:
     import torch
@@ -79,17 +79,10 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming them.
     """
-    unused: tuple[str, ...] = _OTHERS if args.heads else OWN_FLAGS
-    if args.heads and args.mask is not None:
-        unused += ("probe", "output")
-        if not args.mask.endswith(".json"):
-            unused += ("sinks", "recent")  # the folder has its own
-    given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]
-    if given and not args.heads:
-        raise ValueError(f"{', '.join(given)} without --heads would have no effect: leave it out")
-    if given:
-        other = "--mask" if args.mask is not None and not set(_OTHERS) & set(given) else "--heads"
-        raise ValueError(f"{', '.join(given)} does not go with {other}: leave it out")
+    refuse_unused(args, "--heads", OWN_FLAGS, _OTHERS)
+    if args.mask is not None:
+        of_folder = () if args.mask.endswith(".json") else ("sinks", "recent")
+        refuse_unused(args, "--mask", others=("probe", "output", *of_folder))
     if args.probe == "mean" and args.prompts is None:
         raise ValueError("--probe mean looks at texts: add --prompts, or leave --probe out")
     for name, least, most in (("share", 0, 1), ("sinks", 0, None), ("recent", 1, None)):

@@ -18,7 +18,7 @@ from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.methods.utility_profile import PERCENTS
 from vllm_pyramid.policy import AUTO, Budget, Policy, load_policy
 from vllm_pyramid.policy.allocator import Reals
-from vllm_pyramid.tools.command_parts import Progress
+from vllm_pyramid.tools.command_parts import Progress, refuse_unused
 from vllm_pyramid.tools.heads.command import token_ids
 from vllm_pyramid.tools.utility.profile import relative, retained, rows_of
 
@@ -59,12 +59,7 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming them.
     """
-    unused = _OTHERS if args.utility else OWN_FLAGS
-    given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]
-    if given and not args.utility:
-        raise ValueError(f"{', '.join(given)} without --utility would have no effect: leave it out")
-    if given:
-        raise ValueError(f"{', '.join(given)} does not go with --utility: leave it out")
+    refuse_unused(args, "--utility", OWN_FLAGS, _OTHERS)
     if args.horizon is not None and args.horizon < 1:
         raise ValueError(f"--horizon {args.horizon} must be at least 1")
 
