@@ -136,6 +136,21 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
         assert not loads.search(page.read_text(encoding="utf-8")), page
 
 
+def test_the_readme_counts_the_policies() -> None:
+    """On CUDA devices all but those that run on CPUs alone, by the parts that are refused there."""
+    from vllm_pyramid.policy import load_policy, policy_names
+
+    presets = [load_policy(name) for name in policy_names()]
+    on_cuda = []
+    for preset in presets:
+        scorer = getattr(preset.attend, "scorer", None)
+        stays_away = preset.heads.splits or preset.prefill.skips_tiles
+        if not stays_away and (scorer is None or (scorer.has_kernels and not scorer.needs_queries)):
+            on_cuda.append(preset.name)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| Policies | {len(presets)} | {len(on_cuda)} |" in readme
+
+
 def refused() -> str:
     """The table of what is refused, from the code's own list."""
     from vllm_pyramid.frontend.refusals import OF_CONFIGURATION
