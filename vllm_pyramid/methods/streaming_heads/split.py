@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm_pyramid.methods.observation_window import ObservationWindowScorer
 from vllm_pyramid.methods.streaming_heads.score_files import (
     ScoreFiles,
     Scores,
@@ -22,16 +23,14 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
 
 
-class SplitHeads(Heads):
-    """Base class of kinds whose KV heads have lengths that scores of the model's heads say.
+class HeadLengths(Heads):
+    """Base class of kinds that give each KV head a block table and a length of its own.
 
     Class attributes:
-        scored: the field with the scores.
         plain: kinds that other sections must have, with which lengths of heads were tried.
     """
 
     splits: ClassVar[bool] = True
-    scored: ClassVar[str]
     plain: ClassVar[Mapping[str, str]] = {
         "allocator": "uniform",
         "selector": "top_k",
@@ -40,12 +39,6 @@ class SplitHeads(Heads):
         "attend": "all",
         "prefill": "all",
     }
-
-    @property
-    def head_scores(self) -> Scores | None:
-        """The field `scored`."""
-        found: Scores | None = getattr(self, self.scored)
-        return found
 
     def check_parts(self, policy: Policy) -> None:
         """Refuse parts that would have no effect, or were not tried with lengths of heads."""
@@ -57,16 +50,22 @@ class SplitHeads(Heads):
                     + (f", but for scorer: {kind}" if section == "scorer" else "")
                 )
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError unless the scores can be those of as many lanes."""
-        if self.head_scores is not None:
-            check_lanes(f"heads.{self.scored}", self.head_scores, num_layers)
-
-    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
-        """Raise ValueError unless the scores are for a model of this shape."""
-        if self.head_scores is not None:
-            what = f"heads.{self.scored}"
-            check_heads(what, self.head_scores, num_layers, num_kv_heads, num_heads)
+    def check_scorer(self, policy: Policy) -> None:
+        """Refuse scorers that look across heads, or gather what has a place for each layer."""
+        scorer, reason = policy.scorer, None
+        if not scorer.evicts:
+            reason = "ranks nothing"
+        elif scorer.works_in_every_step or scorer.gathers(policy):
+            reason = "gathers numbers in every step, which have one place for each layer"
+        elif scorer.asks_ranks:
+            reason = "looks at all KV heads of a layer together"
+        elif not (scorer.in_parts or isinstance(scorer, ObservationWindowScorer)):
+            reason = "does not say that it looks at each KV head by itself (`in_parts`)"
+        if reason is not None:
+            raise ValueError(
+                f"policy {policy.name!r} gives each KV head a length of its own (heads), and its "
+                f"scorer {scorer.kind!r} {reason}: choose another, such as observation_window"
+            )
 
     def check_hybrid(self, policy: Policy) -> None:
         """Refuse models of which some layers do not evict, or read another layer's cache."""
@@ -81,6 +80,33 @@ class SplitHeads(Heads):
         from vllm_pyramid.methods.streaming_heads.refusals import check_config
 
         check_config(policy, config)
+
+
+class SplitHeads(HeadLengths):
+    """Base class of kinds whose KV heads have lengths that scores of the model's heads say.
+
+    Class attributes:
+        scored: the field with the scores.
+    """
+
+    scored: ClassVar[str]
+
+    @property
+    def head_scores(self) -> Scores | None:
+        """The field `scored`."""
+        found: Scores | None = getattr(self, self.scored)
+        return found
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError unless the scores can be those of as many lanes."""
+        if self.head_scores is not None:
+            check_lanes(f"heads.{self.scored}", self.head_scores, num_layers)
+
+    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
+        """Raise ValueError unless the scores are for a model of this shape."""
+        if self.head_scores is not None:
+            what = f"heads.{self.scored}"
+            check_heads(what, self.head_scores, num_layers, num_kv_heads, num_heads)
 
 
 def with_scores(data: Any, field: str) -> tuple[Any, ScoreFiles | None]:
