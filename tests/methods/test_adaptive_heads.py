@@ -27,7 +27,7 @@ from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.kernels import get_ops, reference
 from vllm_pyramid.kernels.solve import joint_lengths
 from vllm_pyramid.methods import kvpress_presses
-from vllm_pyramid.plan import Budget, DeferredPlan, EvictionPoint, RetentionPlan, least_given_back
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan, least_given_back
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import check_request
 from vllm_pyramid.step.hooks import MethodHooks
@@ -123,7 +123,7 @@ def test_plans_bound_what_is_solved(n: int, lanes: int, budget: int, alpha: floa
     if lanes > 1 and budget < n - 1 and least > 1:
         keep = np.full(lanes, budget)
         keep[0], keep[1] = least - 1, 2 * budget - least + 1
-        with pytest.raises(ValueError, match="each layer keeps at least|lengths between"):
+        with pytest.raises(ValueError, match="each layer keeps at least"):
             plan.resolve(keep)
 
 

@@ -12,8 +12,8 @@ its `alpha` at least. Which tokens a head keeps then are its best by the policy'
 choices are one.
 
 The lengths are known when a layer has attended at the prompt's end: the worker solves them layer by
-layer (`worker.py`), and the scheduler frees blocks by what it reports, as with allocators that solve
-(`methods/solved/`).
+layer (`worker.py`), and the scheduler frees blocks by what it reports, as it does for allocators
+that solve (`methods/solved/`).
 """
 
 from __future__ import annotations
