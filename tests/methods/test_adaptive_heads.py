@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV heads that share their layer's budget by a prompt's scores, against an oracle in PyTorch.
 
-Shape legend: L layers, G KV heads, n tokens of a prompt, N tokens of a lane's block, D head size.
+Shape legend: L layers, G KV heads, n tokens of a prompt, N tokens of a lane's block.
 """
 
 from __future__ import annotations
@@ -20,22 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from tests.steps import make_call, make_context
-from vllm_pyramid.attention.deferred import DeferredEviction
-from vllm_pyramid.attention.head_lanes import HeadLanes
-from vllm_pyramid.attention.layer_context import LayerContext
+from tests.methods.lanes import G, L, N, Prompts, are_best
+from tests.steps import make_context
 from vllm_pyramid.kernels import get_ops, reference
 from vllm_pyramid.kernels.solve import joint_lengths
 from vllm_pyramid.methods import kvpress_presses
-from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan, least_given_back
+from vllm_pyramid.plan import DeferredPlan, RetentionPlan, least_given_back
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import check_request
-from vllm_pyramid.step.hooks import MethodHooks
-from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 pytestmark = pytest.mark.cpu
 
-L, G, GROUP, N, D = 3, 2, 2, 8, 16
 SINKS, WINDOW = 2, 3
 
 
@@ -46,17 +41,6 @@ def adaptive(budget: str | int | None = None, **args: Any) -> Policy:
 def by_norms(budget: str | int | None = None, **args: Any) -> Policy:
     """Scored by keys alone, so that an oracle is short."""
     return adaptive(budget, scorer="knorm", sinks=SINKS, window=WINDOW, **args)
-
-
-def are_best(scores: torch.Tensor, total: int, safe: int) -> torch.Tensor:
-    """The joint choice: `[G, n]` bool; lower positions win ties, then lower heads."""
-    marked = scores.double().clone()
-    for head in marked:
-        head[head.argsort(descending=True, stable=True)[:safe]] = torch.inf
-    order = marked.T.flatten().argsort(descending=True, stable=True)[:total]
-    chosen = torch.zeros(marked.numel(), dtype=torch.bool)
-    chosen[order] = True
-    return chosen.view(-1, len(scores)).T
 
 
 # Lengths ------------------------------------------------------------------------------------------
@@ -139,110 +123,32 @@ def test_the_least_that_is_given_back_can_be_all_that_is() -> None:
 # A worker's layers --------------------------------------------------------------------------------
 
 
-class Prompts:
-    """Prompts that end in one step, in caches whose KV heads have tables of their own."""
-
-    def __init__(
-        self, policy: Policy, lens: list[int], *, ops: Any = reference, alike: bool = False
-    ) -> None:
-        self.policy, self.lens, self.ops = policy, lens, ops
-        self.names = [f"r{index}" for index in range(len(lens))]
-        self.tracker = EvictionTracker(policy, L * G, N, len(lens))
-        for name, n in zip(self.names, lens, strict=True):
-            self.tracker.add(name, n, None)
-        numbers = np.array(lens, np.int32)
-        step = self.tracker.begin_step(self.names, numbers, np.zeros_like(numbers), numbers)
-        assert step.evictions is not None
-        self.evictions = step.evictions
-        context = make_context(L, heads=1, block_size=N, tracker=self.tracker, lanes=G)
-        self.hooks = MethodHooks(policy.worker_hooks(context))
-        self.deferred = DeferredEviction.of(policy, self.hooks, L * G)
-        width = -(-max(lens) // N)
-        order = torch.randperm(len(lens) * G * width, generator=torch.Generator().manual_seed(9))
-        self.tables = order.int().view(len(lens) * G, width)
-        self.rows = [[self._tokens(n, layer, alike) for n in lens] for layer in range(L)]
-        self.caches = [self._cache(rows) for rows in self.rows]
-
-    def _tokens(self, n: int, layer: int, alike: bool) -> torch.Tensor:
-        """`[2, G, n, D]` of a prompt, whatever the batch; small whole numbers, so norms are equal
-        in many places."""
-        random = torch.Generator().manual_seed(100 * n + layer)
-        found = torch.randint(-1, 2, (2, G, n, D), generator=random).float()
-        if alike:
-            return found[:, :1].expand(-1, G, -1, -1).clone()
-        found[0] *= torch.tensor([1.0, 1.2])[:, None, None]  # heads differ, so that lengths do
-        return found
-
-    def _cache(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        caches = torch.full((2, self.tables.numel(), 1, N, D), 7.0)
-        for lane, table in enumerate(self.tables.long()):
-            tokens = rows[lane // G][:, lane % G]
-            places = torch.arange(tokens.shape[1])
-            caches[:, table[places // N], 0, places % N] = tokens
-        return caches
-
-    def run(self, layers: range = range(L)) -> None:
-        lens = torch.tensor(self.lens, dtype=torch.int32)
-        lanes = lens.repeat_interleave(G)
-        starts = torch.nn.functional.pad(lanes.cumsum(0), (1, 0)).int()
-        query = torch.zeros(sum(self.lens), G * GROUP, D)
-        for layer in layers:
-            inputs = make_call(
-                self.tables,
-                layer=layer,
-                ops=self.ops,
-                query=query,
-                caches=(self.caches[layer][0], self.caches[layer][1]),
-                starts=starts,
-                lens=lanes,
-                skips=torch.zeros_like(lanes),
-            )
-            context = LayerContext(
-                *(self.tracker, layer, self.hooks),
-                deferred=self.deferred,
-                lanes=HeadLanes(G, N),
-            )
-            context.after_attention(inputs, query)
-
-    def keep(self, row: int) -> np.ndarray:
-        """`[L, G]`."""
-        point = self.evictions.plans[row]
-        assert isinstance(point, EvictionPoint)
-        return point.keep.reshape(L, G)
-
-    def held(self, row: int, layer: int, head: int) -> torch.Tensor:
-        """`[2, tokens, D]` that a lane holds now."""
-        n, count = self.lens[row], int(self.evictions.kept_lens[layer * G + head, row])
-        table = self.tables[row * G + head]
-        found = [reference.gather_tokens(x, table, n - count, n) for x in self.caches[layer]]
-        return torch.stack(found)[:, :, 0]
-
-    def check(self, row: int) -> None:
-        """The lengths, the sums and every survivor's row against the oracle."""
-        n, given_up = self.lens[row], 0
-        budget = self.policy.budget.tokens_for(n, self.policy.min_budget)
-        mean = budget - SINKS - WINDOW
-        alpha = self.policy.heads.alpha  # type: ignore[attr-defined]
-        safe = max(1, int(alpha * mean)) if alpha else 0
-        for layer in range(L):
-            tokens = self.rows[layer][row]
-            scores = -tokens[0].double().norm(dim=-1)[:, SINKS : n - WINDOW]
-            chosen = are_best(scores, mean * G, safe)
-            counts = (SINKS + WINDOW + chosen.sum(dim=1)).tolist()
-            assert self.keep(row)[layer].tolist() == counts
-            for head, count in enumerate(counts):
-                skip = n - count
-                if self.policy.fill_blocks:
-                    skip = skip // N * N
-                own = are_best(scores[head : head + 1], n - skip - SINKS - WINDOW, 0)[0]
-                if skip == n - count:
-                    assert torch.equal(own, chosen[head])
-                stays = torch.ones(n, dtype=torch.bool)
-                stays[SINKS : n - WINDOW] = own
-                assert torch.equal(self.held(row, layer, head), tokens[:, head][:, stays])
-                given_up += skip
-        assert (self.keep(row).sum(axis=1) == budget * G).all()
-        assert self.evictions.tokens_done[row] == given_up
+def check(prompts: Prompts, row: int) -> None:
+    """The lengths, the sums and every survivor's row against the oracle."""
+    n, given_up = prompts.lens[row], 0
+    budget = prompts.policy.budget.tokens_for(n, prompts.policy.min_budget)
+    mean = budget - SINKS - WINDOW
+    alpha = prompts.policy.heads.alpha  # type: ignore[attr-defined]
+    safe = max(1, int(alpha * mean)) if alpha else 0
+    for layer in range(L):
+        tokens = prompts.rows[layer][row]
+        scores = -tokens[0].double().norm(dim=-1)[:, SINKS : n - WINDOW]
+        chosen = are_best(scores, mean * G, safe)
+        counts = (SINKS + WINDOW + chosen.sum(dim=1)).tolist()
+        assert prompts.keep(row)[layer].tolist() == counts
+        for head, count in enumerate(counts):
+            skip = n - count
+            if prompts.policy.fill_blocks:
+                skip = skip // N * N
+            own = are_best(scores[head : head + 1], n - skip - SINKS - WINDOW, 0)[0]
+            if skip == n - count:
+                assert torch.equal(own, chosen[head])
+            stays = torch.ones(n, dtype=torch.bool)
+            stays[SINKS : n - WINDOW] = own
+            assert torch.equal(prompts.held(row, layer, head), tokens[:, head][:, stays])
+            given_up += skip
+    assert (prompts.keep(row).sum(axis=1) == budget * G).all()
+    assert prompts.evictions.tokens_done[row] == given_up
 
 
 BACK_ENDS = [pytest.param(reference, id="reference"), pytest.param(get_ops("cpu"), id="cpu")]
@@ -258,7 +164,7 @@ def test_lengths_and_caches_of_ragged_prompts(ops: Any, fill_blocks: bool, alpha
     prompts.run()
     assert not prompts.evictions.failures.of
     for row in range(4):
-        prompts.check(row)
+        check(prompts, row)
     assert (prompts.keep(0)[:, 0] > prompts.keep(0)[:, 1]).all(), "norms of the second are larger"
     report, _ = prompts.tracker.end_step()
     for row, name in enumerate(prompts.names):
@@ -278,8 +184,8 @@ def test_a_layer_is_shortened_when_it_has_attended() -> None:
         assert not torch.equal(prompts.caches[layer], before[layer])
     assert all(plan.is_deferred for plan in prompts.evictions.plans)
     prompts.run(range(2, 3))
-    prompts.check(0)
-    prompts.check(1)
+    check(prompts, 0)
+    check(prompts, 1)
 
 
 @pytest.mark.parametrize("fill_blocks", [True, False])
@@ -329,8 +235,8 @@ def test_a_request_with_nan_fails_and_changes_no_other(layer: int) -> None:
     assert "gave NaN or infinity" in prompts.evictions.failures.of["r0"].reason
     assert prompts.keep(0)[layer].tolist() == [36, 36], "it has valid lengths"
     assert prompts.keep(1).tolist() == alone.keep(0).tolist()
-    prompts.check(1)
-    prompts.check(2)
+    check(prompts, 1)
+    check(prompts, 2)
 
 
 def test_a_nan_in_a_sink_is_nobodys_score() -> None:
@@ -358,7 +264,7 @@ def test_lengths_that_break_the_sum_of_a_layer_fail_their_request(
     assert set(prompts.evictions.failures.of) == {"r0"}
     assert "add up to 73 tokens" in prompts.evictions.failures.of["r0"].reason
     assert prompts.keep(0).tolist() == [[36, 36]] * L
-    prompts.check(1)
+    check(prompts, 1)
 
 
 # kvpress ------------------------------------------------------------------------------------------
