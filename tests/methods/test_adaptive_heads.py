@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -233,7 +232,7 @@ def test_a_request_with_nan_fails_and_changes_no_other(layer: int) -> None:
     prompts.run()
     assert set(prompts.evictions.failures.of) == {"r0"}
     assert "gave NaN or infinity" in prompts.evictions.failures.of["r0"].reason
-    assert prompts.keep(0)[layer].tolist() == [36, 36], "it has valid lengths"
+    assert (prompts.keep(0).sum(axis=1) == 36 * G).all(), "it has valid lengths"
     assert prompts.keep(1).tolist() == alone.keep(0).tolist()
     check(prompts, 1)
     check(prompts, 2)
@@ -390,4 +389,5 @@ def test_memory_that_waits_is_a_layers() -> None:
     assert 8 * G * hooks.bytes_per_block() // N >= 2 * 3 * 4 * G
     assert hooks.bytes_of_buffers() == G * (32 * 1000 + 4 * 4 * 125)
     other = make_context(16, heads=1, block_size=N, lanes=G, config=config)
-    assert policy.heads.worker_hooks(policy, replace(other)).bytes_per_block() == 12
+    hooks = policy.heads.worker_hooks(policy, other)
+    assert hooks.bytes_per_block() == 12
