@@ -119,7 +119,7 @@ class EvictionMemory:
     def bytes_of_scores(self) -> int:
         """Return the bytes of a piece: its scores, what is selected by them, and its tables."""
         of_each = _SCORED + self._bytes_of_window() + _TRACED * self.traces
-        of_each += _GATHERED * self.gathers + _SOLVED * self.policy.solves
+        of_each += _GATHERED * self.gathers + _SOLVED * self.policy.allocator.solves
         block_size = min(spec.block_size for spec in self.specs)
         tables = 24 * self.requests * -(-self.longest // block_size)  # int32, and as an index
         return of_each * max(self._numbers(spec.num_kv_heads) for spec in self.specs) + tables
@@ -164,7 +164,7 @@ class EvictionMemory:
         """Return the most padded scores of a piece."""
         one = num_kv_heads * self.longest
         most = SCORES_BYTES // 4
-        if self.policy.solves:  # all layers have the pieces of the first one
+        if self.policy.allocator.solves:  # all layers have the pieces of the first one
             most = most * num_kv_heads // min(spec.num_kv_heads for spec in self.specs)
         return min(max(most, one), self.requests * one)
 
