@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import EnginePool, Job, greedy, random_prompts
+from tests.engine.support import NEAR_TIE, EnginePool, Job, greedy, random_prompts
 from tests.scheduler.checks import check_pool
 
 pytestmark = pytest.mark.engine
@@ -31,8 +31,10 @@ SETTINGS: dict[str, Any] = {
 LENGTHS = [9, 257, 512, 700]
 
 
-def by_norms(keys: torch.Tensor, n: int, budget: int) -> tuple[list[int], list[torch.Tensor]]:
-    """What the heads of a layer keep of their keys with the smallest norms.
+def by_directions(keys: torch.Tensor, n: int, budget: int) -> tuple[list[int], list[torch.Tensor]]:
+    """What the heads of a layer keep of their keys, by KeyDiff's score.
+
+    Not by norms, which the same token has at all positions of the first layer.
 
     Args:
         keys: `[HEADS, >= n, D]`.
@@ -40,7 +42,9 @@ def by_norms(keys: torch.Tensor, n: int, budget: int) -> tuple[list[int], list[t
     Returns:
         Their lengths, and all tokens between sinks and window of each head, the best first.
     """
-    scores = -keys.double().norm(dim=-1)[:, SINKS : n - WINDOW]
+    unit = torch.nn.functional.normalize(keys[:, :n].double(), dim=-1)
+    anchor = torch.nn.functional.normalize(unit.mean(dim=1, keepdim=True), dim=-1)
+    scores = -(unit * anchor).sum(dim=-1)[:, SINKS : n - WINDOW]
     order = scores.argsort(dim=-1, descending=True, stable=True)
     mean = budget - SINKS - WINDOW
     safe = int(ALPHA * mean)
@@ -58,7 +62,7 @@ def test_lengths_tokens_and_blocks_beside_requests_that_keep_everything(
     engines: EnginePool, random_model: Path
 ) -> None:
     """By the tokens and log probabilities of a model whose attention sees those alone."""
-    args = {"scorer": "knorm", "window": WINDOW, "sinks": SINKS, "alpha": ALPHA}
+    args = {"scorer": "keydiff", "window": WINDOW, "sinks": SINKS, "alpha": ALPHA}
     engine = engines.get(random_model, kv_policy_args=args, **SETTINGS)
     assert (engine.block_size, engine.num_layers) == (LANE_BLOCK, LAYERS * HEADS)
     engine.shuffle_blocks(3)
@@ -99,7 +103,7 @@ def test_lengths_tokens_and_blocks_beside_requests_that_keep_everything(
         model.forward(prompt)
         kept = []
         for keys, lengths, holds in zip(model.keys, solved.tolist(), held.tolist(), strict=True):
-            expected, order = by_norms(keys, n, budget)
+            expected, order = by_directions(keys, n, budget)
             assert lengths == expected
             rows = []
             for head, count in enumerate(holds):
@@ -110,8 +114,8 @@ def test_lengths_tokens_and_blocks_beside_requests_that_keep_everything(
             kept.append(torch.stack(rows))
         tokens = [*prompt, *run.token_ids]
         expected_rows = model.forward(tokens[:-1], n, kept)[n - 1 :]
-        assert run.token_ids == expected_rows.argmax(dim=-1).tolist(), n
         for row, (token, ours) in enumerate(zip(run.token_ids, run.logprobs, strict=True)):
-            assert ours[token] == pytest.approx(float(expected_rows[row, token]), abs=2e-4)
+            assert ours[token] == pytest.approx(float(expected_rows[row, token]), abs=2e-4), n
+            assert float(expected_rows[row].max() - expected_rows[row, token]) < NEAR_TIE, n
     assert unequal, "heads of a layer have lengths of their own"
     assert not freed.any(), "each head's blocks went back"
