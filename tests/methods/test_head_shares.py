@@ -116,6 +116,26 @@ def test_budgets_of_requests_and_floors() -> None:
     assert (end_of(floored, 250, 6).skip == 0).all()
 
 
+@pytest.mark.parametrize("fill_blocks", [True, False])
+def test_a_lane_of_several_ranks_is_as_long_as_its_longest_head(
+    fill_blocks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = sharing("20%", scores=SCORES, fill_blocks=fill_blocks)
+    with caplog.at_level("INFO", "vllm.vllm_pyramid"):
+        heads = policy.heads.on_ranks(policy, 2, 2)
+    # The greater of two scores are 0.5, 1 and 0.25, in place of means of 0.354.
+    assert f"{1 + (1.75 / 3 / (2.125 / 6) - 1) / 1.2:.2f} times the budget" in caplog.text
+    on_two = policy.model_copy(update={"heads": heads.model_dump()})
+    for prompt_len in (1, 9, 40, 1000, 4001):
+        own = end_of(policy, prompt_len, 6).keep.reshape(3, 2)
+        end = end_of(on_two, prompt_len, 3, block_size=16)
+        assert end.keep.tolist() == own.max(axis=1).tolist()
+        assert (end.recent == WINDOW).all()
+        skip = prompt_len - end.keep
+        assert end.skip.tolist() == (skip // 16 * 16 if fill_blocks else skip).tolist()
+        assert end.budget_tokens == -(-int(end.keep.sum()) // 3)
+
+
 # Scores -------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ head keeps is the policy's scorer's choice, inside that head.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -18,12 +19,14 @@ from vllm_pyramid.methods.curves import SharesAllocator
 from vllm_pyramid.methods.observation_window import ObservationWindowScorer
 from vllm_pyramid.methods.streaming_heads.score_files import Scores, check_scores, of_kv_heads
 from vllm_pyramid.methods.streaming_heads.split import SplitHeads, with_scores
-from vllm_pyramid.plan import Budget, Plan
+from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.policy.policy import Policy
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class HeadShares(SplitHeads):
@@ -62,14 +65,42 @@ class HeadShares(SplitHeads):
     ) -> Plan:
         """Plan the prompt's end: the budget's mean over all heads, as the scores divide it.
 
-        A head whose share is longer than the prompt keeps the prompt; the others share the rest.
+        A head whose share is longer than the prompt keeps the prompt; the others share the rest. A
+        lane of several ranks is as long as the longest of its heads.
         """
+        ranks = 1 if self.scores is None else self.ranks
         shares = (1.0,) * num_lanes
         if self.scores is not None:
-            found = of_kv_heads(self.scores, num_lanes // len(self.scores), mean=True)
+            num_kv_heads = num_lanes * ranks // len(self.scores)
+            found = of_kv_heads(self.scores, num_kv_heads, mean=True)
             shares = tuple(found.ravel().tolist())
         allocator = SharesAllocator(shares=shares, floor=1 - 1 / self.beta)
-        return allocator.plan(policy, prompt_len, num_lanes, block_size, budget)
+        plan = allocator.plan(policy, prompt_len, num_lanes * ranks, block_size, budget)
+        if ranks == 1:
+            return plan
+        assert isinstance(plan, RetentionPlan), "no lengths are solved"
+        keep, front, recent = (
+            self.by_rank(of_heads).max(axis=1).ravel()
+            for of_heads in (plan.end.keep, plan.end.front, plan.end.recent)
+        )
+        mean = -(-int(keep.sum()) // num_lanes)
+        end = EvictionPoint.of(
+            *(prompt_len, block_size, mean, keep, policy.fill_blocks), front=front, recent=recent
+        )
+        return RetentionPlan((end,))
+
+    def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> HeadShares:
+        """Return this part for several ranks, and log what their shared tables cost."""
+        found = super().on_ranks(policy, ranks, num_kv_heads)
+        if ranks > 1 and self.scores is not None:
+            scores = of_kv_heads(self.scores, num_kv_heads, mean=True).ravel()
+            longest = found.by_rank(scores).max(axis=1).mean() / scores.mean()
+            logger.info(
+                "kv-policy %s: %d tensor-parallel ranks share block tables, each as long as the "
+                "longest head at its place of all ranks: %.2f times the budget",
+                *(policy.name, ranks, 1 + (longest - 1) / self.beta),
+            )
+        return found
 
     # Answers of a part --------------------------------------------------------------------------
 

@@ -47,6 +47,20 @@ class Heads(Component):
             num_heads: query heads of a layer; None if they are not known.
         """
 
+    def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> Heads:
+        """Return this part for tensor-parallel ranks, which share the block tables of their heads.
+
+        Called in the front end, when the engine's configuration is known.
+
+        Args:
+            ranks: that have KV heads of their own; those with copies of the same heads count once.
+            num_kv_heads: of a layer, on all ranks together.
+
+        Raises:
+            ValueError: nothing would be evicted although the policy asks for it.
+        """
+        return self
+
     def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
         """Return which lanes no prompt ever evicts from, `[num_lanes]`.
 

@@ -26,9 +26,6 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     asked = given if isinstance(given, dict) else {}
     untried = {
         "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
-        "--tensor-parallel-size, where a lane would have to stream on each rank: leave it out": (
-            parallel.tensor_parallel_size > 1
-        ),
         "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
         "--speculative-config: leave it out": config.speculative_config is not None,
@@ -44,6 +41,6 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
             )
     policy.heads.check_shape(
         model.get_total_num_hidden_layers(),
-        model.get_num_kv_heads(parallel),
-        model.get_num_attention_heads(parallel),
+        model.get_total_num_kv_heads(),
+        model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
     )
