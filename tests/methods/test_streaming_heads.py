@@ -357,10 +357,9 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
 @pytest.mark.parametrize(
     ("section", "name", "value", "message"),
     [
-        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size"),
         ("parallel_config", "data_parallel_size", 2, "--data-parallel-size"),
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
-        ("", "speculative_config", object(), "--speculative-config"),
+        ("", "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
         ("", "additional_config", {"kv_trace": "folder"}, "--kv-trace"),
         ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
     ],
@@ -384,6 +383,8 @@ def test_configurations_that_were_not_tried(
         use_v2_model_runner=False,
     )
     policy = streaming(mask=MASK)
+    policy.heads.check_config(policy, config)
+    config.speculative_config = SimpleNamespace(method="ngram")
     policy.heads.check_config(policy, config)
     setattr(getattr(config, section) if section else config, name, value)
     with pytest.raises(ValueError, match=f"was not tried with .*{message}"):

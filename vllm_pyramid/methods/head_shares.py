@@ -11,6 +11,7 @@ head keeps is the policy's scorer's choice, inside that head.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -65,29 +66,48 @@ class HeadShares(SplitHeads):
     ) -> Plan:
         """Plan the prompt's end: the budget's mean over all heads, as the scores divide it.
 
-        A head whose share is longer than the prompt keeps the prompt; the others share the rest. A
-        lane of several ranks is as long as the longest of its heads.
+        A head whose share is longer than the prompt keeps the prompt; the others share the rest. So
+        it is at points inside the prompt, with the budget of these. A lane of several ranks is as
+        long as the longest of its heads.
         """
         ranks = 1 if self.scores is None else self.ranks
-        shares = (1.0,) * num_lanes
-        if self.scores is not None:
-            num_kv_heads = num_lanes * ranks // len(self.scores)
-            found = of_kv_heads(self.scores, num_kv_heads, mean=True)
-            shares = tuple(found.ravel().tolist())
-        allocator = SharesAllocator(shares=shares, floor=1 - 1 / self.beta)
-        plan = allocator.plan(policy, prompt_len, num_lanes * ranks, block_size, budget)
+        num_heads = num_lanes * ranks
+        plan = self._allocator(num_heads).plan(policy, prompt_len, num_heads, block_size, budget)
+        plan = policy.chunk.plan(policy, plan)
         if ranks == 1:
             return plan
         assert isinstance(plan, RetentionPlan), "no lengths are solved"
+        *inner, end = plan.points
+        points = [self._of_lanes(point, fill_blocks=True) for point in inner]
+        return RetentionPlan((*points, self._of_lanes(end, policy.fill_blocks)))
+
+    def inner_ends(
+        self,
+        policy: Policy,
+        computed: Sequence[int],
+        num_heads: int,
+        block_size: int,
+        budget: Budget,
+    ) -> list[EvictionPoint]:
+        """Divide the budget of each point as that of the prompt's end."""
+        return self._allocator(num_heads).ends(policy, computed, num_heads, block_size, budget)
+
+    def _allocator(self, num_heads: int) -> SharesAllocator:
+        shares = (1.0,) * num_heads
+        if self.scores is not None:
+            found = of_kv_heads(self.scores, num_heads // len(self.scores), mean=True)
+            shares = tuple(found.ravel().tolist())
+        return SharesAllocator(shares=shares, floor=1 - 1 / self.beta)
+
+    def _of_lanes(self, point: EvictionPoint, fill_blocks: bool) -> EvictionPoint:
+        """Return a point of all ranks' heads as one of the lanes that they share."""
         keep, front, recent = (
             self.by_rank(of_heads).max(axis=1).ravel()
-            for of_heads in (plan.end.keep, plan.end.front, plan.end.recent)
+            for of_heads in (point.keep, point.front, point.recent)
         )
-        mean = -(-int(keep.sum()) // num_lanes)
-        end = EvictionPoint.of(
-            *(prompt_len, block_size, mean, keep, policy.fill_blocks), front=front, recent=recent
-        )
-        return RetentionPlan((end,))
+        mean = -(-int(keep.sum()) // len(keep))
+        of_lanes = point.computed, point.block_size, mean, keep, fill_blocks
+        return EvictionPoint.of(*of_lanes, front=front, recent=recent)
 
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> HeadShares:
         """Return this part for several ranks, and log what their shared tables cost."""
@@ -122,15 +142,6 @@ class HeadShares(SplitHeads):
                 f"policy {policy.name!r} gives each KV head a length of its own (heads), and its "
                 f"scorer {scorer.kind!r} {reason}: choose another, such as observation_window"
             )
-        if policy.chunk.tokens:
-            raise ValueError(
-                f"policy {policy.name!r} has shares of heads, which evict at the prompt's end "
-                "alone so far: leave chunk out"
-            )
-
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Refuse prefix caching, and with it sessions and the host cache."""
-        return "bundles of blocks whose lengths are those of single heads were not tried"
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without scores."""

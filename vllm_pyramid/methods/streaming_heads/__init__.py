@@ -188,10 +188,6 @@ class StreamingHeads(SplitHeads):
                 "heads.recent_share say what is kept"
             )
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Refuse sessions."""
-        return "states of which each KV head has a length of its own are not saved yet"
-
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without a mask, unless all heads are alike."""
         if self.mask is None and 0 < self.share < 1:

@@ -26,9 +26,10 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     asked = given if isinstance(given, dict) else {}
     untried = {
         "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
-        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
-        "--speculative-config: leave it out": config.speculative_config is not None,
+        "drafts of a model (--speculative-config): draft by ngram": (
+            config.speculative_config is not None and config.speculative_config.method != "ngram"
+        ),
         f"--kv-cache-dtype {cache.cache_dtype}: leave it out": cache.cache_dtype not in _DTYPES,
         "--kv-trace, whose files have a number a layer: leave it out": bool(asked.get("kv_trace")),
         "vLLM's second model runner: unset VLLM_USE_V2_MODEL_RUNNER": config.use_v2_model_runner,

@@ -84,6 +84,10 @@ class SplitHeads(Heads):
                     + (f", but for scorer: {kind}" if section == "scorer" else "")
                 )
 
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse sessions."""
+        return "states of which each KV head has a length of its own are not saved yet"
+
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError unless the scores can be those of as many lanes."""
         if self.head_scores is not None:
