@@ -357,7 +357,6 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
 @pytest.mark.parametrize(
     ("section", "name", "value", "message"),
     [
-        ("parallel_config", "data_parallel_size", 2, "--data-parallel-size"),
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
         ("", "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
         ("", "additional_config", {"kv_trace": "folder"}, "--kv-trace"),
@@ -374,9 +373,7 @@ def test_configurations_that_were_not_tried(
     )
     config: Any = SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         additional_config={},

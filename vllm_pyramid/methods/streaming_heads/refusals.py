@@ -26,7 +26,6 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     asked = given if isinstance(given, dict) else {}
     untried = {
         "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
-        "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
         "drafts of a model (--speculative-config): draft by ngram": (
             config.speculative_config is not None and config.speculative_config.method != "ngram"
         ),
