@@ -110,6 +110,10 @@ class AdaptiveHeads(HeadLengths):
                 "--pipeline-parallel-size: the scheduler hears the last stage, which does not "
                 "know the lengths of the others"
             )
+        elif parallel.data_parallel_size > 1:
+            reason = "--data-parallel-size, with which they were not tried"
+        elif config.speculative_config is not None:
+            reason = "--speculative-config, with which they were not tried"
         elif current_platform.device_type != "cpu":
             reason = "CUDA devices, where solving would wait for the device in every layer"
         if reason is not None:
