@@ -318,7 +318,6 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
         ("", "speculative_config", object(), "--speculative-config"),
         ("", "additional_config", {"kv_trace": "folder"}, "--kv-trace"),
-        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
     ],
 )
 def test_configurations_that_were_not_tried(
@@ -337,7 +336,6 @@ def test_configurations_that_were_not_tried(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         additional_config={},
-        use_v2_model_runner=False,
     )
     policy = streaming(mask=MASK)
     policy.heads.check_config(policy, config)

@@ -18,7 +18,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin
+from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin
 from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings

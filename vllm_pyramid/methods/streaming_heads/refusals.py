@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.platforms import current_platform
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -25,7 +23,6 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     given = config.additional_config
     asked = given if isinstance(given, dict) else {}
     untried = {
-        "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
         "--tensor-parallel-size, where a lane would have to stream on each rank: leave it out": (
             parallel.tensor_parallel_size > 1
         ),
@@ -34,7 +31,6 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
         "--speculative-config: leave it out": config.speculative_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}: leave it out": cache.cache_dtype not in _DTYPES,
         "--kv-trace, whose files have a number a layer: leave it out": bool(asked.get("kv_trace")),
-        "vLLM's second model runner: unset VLLM_USE_V2_MODEL_RUNNER": config.use_v2_model_runner,
     }
     for what, is_asked in untried.items():
         if is_asked:
