@@ -22,7 +22,7 @@ class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
     """FlashAttention's metadata over a layer's own table."""
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
-        """Limit the parts of a row in graphs as vLLM does, by the step's tokens and not by lanes."""
+        """Limit the parts of a row in graphs as vLLM does: by the step's tokens, not by lanes."""
         super().__init__(kv_cache_spec, *args, **kwargs)
         if (lanes := lanes_of(kv_cache_spec)) > 1 and self.max_cudagraph_size is not None:
             self.max_cudagraph_size *= lanes

@@ -224,9 +224,7 @@ class WorkerRuntime:
         """Whether the engine hears of an exception of this worker: it alone answers it."""
         return self.pipeline.is_last and self._ranks.rank == 0
 
-    def idle_step(
-        self, num_reqs: int, seq_lens: torch.Tensor, query_starts: torch.Tensor
-    ) -> None:
+    def idle_step(self, num_reqs: int, seq_lens: torch.Tensor, query_starts: torch.Tensor) -> None:
         """Begin a step without real requests: profiling, warm-up or graph capture."""
         self.tables.shift(seq_lens, query_starts, self.tracker.idle_step(num_reqs))
 

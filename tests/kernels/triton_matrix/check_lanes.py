@@ -26,8 +26,10 @@ def test_queries_in_the_order_of_lanes(ints, device, heads, counts):
     starts = ints([0, *np.cumsum(counts)])
     tokens, lanes = sum(counts), len(counts) * heads
     found, twin = (
-        (torch.full((lanes + 4,), -9, dtype=torch.int32, device=device),
-         torch.full((tokens * heads + 4,), -9, device=device))
+        (
+            torch.full((lanes + 4,), -9, dtype=torch.int32, device=device),
+            torch.full((tokens * heads + 4,), -9, device=device),
+        )
         for _ in "ab"
     )
     triton_lanes.lane_rows(*found, starts, heads)

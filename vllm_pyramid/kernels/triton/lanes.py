@@ -5,8 +5,8 @@ Where each KV head has a block table of its own, a table of vLLM's has an entry 
 heads for every block's tokens (`attention/head_lanes.py`). FlashAttention and vLLM's Triton
 attention read one table for a request, so R requests become R * G of one KV head each:
 
-    table of a request      [ head 0 .. head G - 1 ][ head 0 .. head G - 1 ] ...     as vLLM fills it
-    table of lane r * G + g [ head g ][ head g ] ...     from the first block that the lane holds on
+    table of a request       [ head 0 .. head G - 1 ][ head 0 .. head G - 1 ] ...    of vLLM
+    table of lane r * G + g  [ head g ][ head g ] ...    from the first block that the lane holds
 
 `attention/lane_tables.py` calls these functions once a step. The results go to tensors that the
 caller keeps: their addresses do not change, so captured CUDA graphs may read them. Nothing is read
@@ -19,6 +19,8 @@ table, W of a lane's.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import triton
@@ -271,8 +273,8 @@ def lane_rows_reference(
 ) -> None:
     """Write as `lane_rows`, in PyTorch."""
     place = 0
-    for row, (start, end) in enumerate(zip(query_starts, query_starts[1:], strict=False)):
-        tokens = torch.arange(int(start), int(end), device=order.device)
+    for row, (start, end) in enumerate(pairwise(query_starts.tolist())):
+        tokens = torch.arange(start, end, device=order.device)
         for head in range(heads):
             starts[row * heads + head] = place
             order[place : place + len(tokens)] = tokens * heads + head
@@ -311,13 +313,13 @@ def lane_slots_reference(
 ) -> None:
     """Write as `lane_slots`, in PyTorch."""
     num_heads = torch.arange(heads, device=slots.device)
-    for row, (start, end) in enumerate(zip(query_starts, query_starts[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(query_starts.tolist())):
         last = int(seq_lens[row])
-        positions = torch.arange(last - int(end - start), last, device=slots.device)
+        positions = torch.arange(last - (end - start), last, device=slots.device)
         columns = (positions // block_size)[:, None] * heads + num_heads
         found = tables[:, row][:, columns].long() * block_size
         found += (positions % block_size)[:, None]
-        slots[:, int(start) * heads : int(end) * heads] = found.flatten(1)
+        slots[:, start * heads : end * heads] = found.flatten(1)
     slots[:, int(query_starts[-1]) * heads : written] = -1
 
 
