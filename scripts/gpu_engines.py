@@ -133,12 +133,8 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
         blocks_in_decode["pyramidkv"] < blocks_in_decode["full"] / 2,
         f"eviction freed too few blocks: {blocks_in_decode}",
     )
-    for name in (
-        "pyramidkv",
-        "xkv",
-        "h2o",
-        "duoattention",
-    ):  # each prompt is attended to in full before that
+    # Each prompt is attended to in full before its first token.
+    for name in ("pyramidkv", "xkv", "h2o", "duoattention"):
         agreement(answers["full"], answers[name], tolerance, first=1)
     for outcome in outcomes["xkv"]:
         require("solved_tokens" in outcome.report, f"no lengths were solved: {outcome.report}")

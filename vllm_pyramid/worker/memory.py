@@ -64,7 +64,7 @@ class WorkerMemory:
         if lanes > 1 and self._device.type != "cpu":
             # `LaneTables`: a second table, slots of each head, and the order of the queries.
             of_tokens = 8 * lanes * scheduler.max_num_batched_tokens
-            found += 4 * rows * (entries + lanes) + of_tokens * (evicting + 1)
+            found += 4 * (rows * (entries + lanes) + 1) + of_tokens * (evicting + 1)
         return found
 
     def buffer_bytes(self) -> int:
