@@ -2,7 +2,7 @@
 """Lanes on CUDA devices: the numbers of those on the CPU, at addresses that never change.
 
 The kernels are their twins. Shape legend: L layers, R requests, G KV heads, T tokens of the step, N
-tokens of a lane's block, D head size.
+tokens of a lane's block.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.attention.test_head_lanes import GROUP, G, Layer, N, oracle
+from tests.attention.test_head_lanes import D as SIZE
 from tests.shifted_worker import Host, launch_tables
+from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.attention.backend_flash import PyramidFlashBuilder
 from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
 from vllm_pyramid.attention.head_lanes import HeadLanes
 from vllm_pyramid.attention.lane_tables import LaneTables
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.step.step import Step
 
 pytestmark = pytest.mark.cpu
 
-L, G, N, D = 2, 3, 24, 8
+L = 2
 ROWS, TOKENS, BLOCKS = 6, 240, 8
 
 
@@ -163,6 +168,84 @@ def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
             for tensor in (tables.tables, tables.lane_tables, tables.lens, tables.slots):
                 part = tensor[layer].storage_offset() * tensor[layer].element_size()
                 assert part % 16 == 0
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+class Stock:
+    """vLLM's implementation, which knows nothing of skips; its cache is K and V."""
+
+    num_heads, num_kv_heads = G * GROUP, G
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any
+    ) -> None:
+        own: Any = self
+        assert (own.num_heads, own.num_kv_heads) == (GROUP, 1)
+        batch = AttentionBatch(
+            *(query, *cache, metadata.block_table_tensor, metadata.query_start_loc),
+            *(metadata.seq_lens, torch.zeros_like(metadata.seq_lens)),
+        )
+        reference.paged_attention(output, batch, Softmax(SIZE**-0.5))
+
+
+class Impl(PyramidImplMixin, Stock):
+    """Ours over it."""
+
+
+def make_impl(tables: LaneTables) -> Impl:
+    impl: Any = Impl()
+    hooks = SimpleNamespace(in_layers=[])
+    impl.context = SimpleNamespace(lanes=HeadLanes(G, N), shifted=tables, layer=0, hooks=hooks)
+    found: Impl = impl
+    return found
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [50, 1, 23, 82], [61, 48, 73, 130]])
+def test_each_head_attends_to_what_it_holds(counts: list[int]) -> None:
+    """In decode steps, mixed ones and whole prompts; written to slots that were NaN before."""
+    lens = [61, 48, 73, 130]
+    layer, on_cpu = Layer(lens), HeadLanes(G, N)
+    tables = LaneTables(
+        *(slice(0, 1), G, len(layer.table), 400, layer.table.shape[1], N, torch.device("cpu"))
+    )
+    tables.tables[0].copy_(layer.table)
+    skips = np.array([[0, 0, 0, 0], [24, 24, 0, 96], [48, 0, 72, 24]])
+    skips = (np.minimum(skips, np.array(lens) - np.array(counts)) // N * N).astype(np.int32)
+    seq_lens, host_lens = torch.tensor(lens, dtype=torch.int32), np.array(lens, np.int32)
+    step = Step.nothing(G, len(lens))
+    before = on_cpu.of_step(step, starts_of(lens), seq_lens, max(lens))
+    layer.write(on_cpu, reference, before, lens)
+    new = [rows[:, -count:] for rows, count in zip(layer.rows, counts, strict=True)]
+    keys, values = torch.cat(new, dim=1)
+    now = on_cpu.of_step(Step.nothing(G, len(lens)), starts_of(counts), seq_lens, max(lens))
+    slots = on_cpu.slots(now, layer.table)
+    for cache in (layer.keys, layer.values):
+        cache[slots // N, :, slots % N] = torch.nan
+    tables.update(seq_lens, starts_of(counts), skips, host_lens, sum(counts))
+    reference.reshape_and_cache(
+        *(on_cpu.as_one_head(keys), on_cpu.as_one_head(values), layer.keys, layer.values),
+        tables.slots_of(0, sum(counts)),
+    )
+    metadata = common_of(counts)
+    tables.describe(metadata, 0)
+    metadata.kv_order = tables.order_of(metadata)
+    query = torch.randn(sum(counts) + 3, 2 * G * GROUP, SIZE)[:, ::2]  # padded, of wider rows
+    out = torch.full(query.shape, torch.nan)
+    impl: Any = make_impl(tables)
+    impl.attend_in_lanes(None, query, (layer.keys, layer.values), metadata, out)
+    expected = oracle(layer, query[: sum(counts)], counts, skips)
+    torch.testing.assert_close(out[: sum(counts)].double(), expected, rtol=0, atol=3e-6)
+    assert out[sum(counts) :].isnan().all()
+    assert (impl.num_heads, impl.num_kv_heads) == (G * GROUP, G)
+
+
+def test_fused_output_quantisation_is_refused() -> None:
+    impl, rows = make_impl(make_tables()), torch.zeros(1, G * GROUP, SIZE)
+    metadata = SimpleNamespace(kv_step=SimpleNamespace(evictions=None))
+    with pytest.raises(NotImplementedError, match="no fused output quantisation"):
+        impl.forward(None, rows, rows, rows, rows, metadata, rows, torch.ones(1))
 
 
 # Builders -----------------------------------------------------------------------------------------

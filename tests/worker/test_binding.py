@@ -151,7 +151,7 @@ class Runner(RunnerAdapter, StockRunner):
         return self.tables_class(self)
 
     @property
-    def shifted(self) -> ShiftedTables | None:
+    def shifted(self) -> ShiftedTables | LaneTables | None:
         return self.pyramid.tables.shifted
 
 
