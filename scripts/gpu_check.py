@@ -50,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MATRIX = (
     "check_attention.py",
     "check_fp8.py",
+    "check_lanes.py",
     "check_mass.py",
     "check_moves.py",
     "check_page_selection.py",

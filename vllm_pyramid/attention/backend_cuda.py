@@ -223,7 +223,7 @@ class PyramidImplMixin:
         if order is not None:
             rows, found = rows.index_select(0, order), torch.empty_like(out)
         # Keys and values are in the cache; those of the step are not read.
-        super(PyramidImplMixin, self.of_one_head).forward(
+        super(PyramidImplMixin, self.of_one_head).forward(  # type: ignore[misc]
             layer, rows, rows, rows, kv_cache, metadata, found
         )
         if order is not None:

@@ -121,16 +121,26 @@ class LaneTables:
             columns = -(-int(host_lens.max()) // self._block_size)
             self.max_lens = (host_lens - own).max(axis=(1, 2))
         kernels.gather_lanes(
-            *(self.lane_tables, self.lens[:, : num_rows * count], self._filled),
-            *(device_skips, seq_lens, self._block_size, columns),
+            self.lane_tables,
+            self.lens[:, : num_rows * count],
+            self._filled,
+            device_skips,
+            seq_lens,
+            self._block_size,
+            columns,
         )
         self._write_starts(query_starts)
         if num_tokens is None:
             self._forget_slots()
             return
         kernels.lane_slots(
-            *(self.slots, self._filled, query_starts, seq_lens),
-            *(count, self._block_size, self._slots_written),
+            self.slots,
+            self._filled,
+            query_starts,
+            seq_lens,
+            count,
+            self._block_size,
+            self._slots_written,
         )
         self._slots_written = num_tokens * count
 
