@@ -474,6 +474,8 @@ def policies() -> list[Policy]:
     found = []
     for name in policy_names():
         policy = load_policy(name)
+        if not policy.heads.on_cuda:
+            continue  # refused there
         if policy.heads.splits:
             found.append(load_policy(name, *SPLITS[name]))
             continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.platforms import current_platform
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -19,6 +21,8 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     Raises:
         ValueError: naming the flag to change.
     """
+    if current_platform.device_type != "cpu":
+        check_cuda(policy, config)
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     given = config.additional_config
     asked = given if isinstance(given, dict) else {}
@@ -43,3 +47,24 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
         model.get_num_kv_heads(parallel),
         model.get_num_attention_heads(parallel),
     )
+
+
+def check_cuda(policy: Policy, config: VllmConfig) -> None:
+    """Refuse what was not rehearsed with lengths of single heads on CUDA devices.
+
+    Raises:
+        ValueError: naming what to change.
+    """
+    parallel, kind = config.parallel_config, policy.heads.kind
+    unrehearsed = {
+        f"heads of kind {kind!r}: serve on a CPU": not policy.heads.on_cuda,
+        "--tensor-parallel-size: leave it out": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
+        "--speculative-config: leave it out": config.speculative_config is not None,
+    }
+    for what, is_asked in unrehearsed.items():
+        if is_asked:
+            raise ValueError(
+                f"policy {policy.name!r} gives each KV head a length of its own (heads), which was "
+                f"not rehearsed on CUDA devices with {what}, or choose a policy without `heads`"
+            )
