@@ -356,10 +356,10 @@ def test_what_was_not_rehearsed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="not rehearsed on CUDA devices with --speculative-config"):
         policy.heads.check_config(policy, config)
     config.speculative_config, config.parallel_config.tensor_parallel_size = None, 2
-    with pytest.raises(ValueError, match="not rehearsed on CUDA .* --tensor-parallel-size"):
+    with pytest.raises(ValueError, match=r"not rehearsed on CUDA .* --tensor-parallel-size"):
         policy.heads.check_config(policy, config)
     monkeypatch.setattr(StreamingHeads, "on_cuda", False)  # as of a new kind
-    with pytest.raises(ValueError, match="not rehearsed on CUDA .* heads of kind 'streaming'"):
+    with pytest.raises(ValueError, match=r"not rehearsed on CUDA .* heads of kind 'streaming'"):
         policy.heads.check_config(policy, config)
 
 
