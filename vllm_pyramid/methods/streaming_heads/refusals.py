@@ -27,12 +27,9 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     given = config.additional_config
     asked = given if isinstance(given, dict) else {}
     untried = {
-        "--tensor-parallel-size, where a lane would have to stream on each rank: leave it out": (
-            parallel.tensor_parallel_size > 1
+        "drafts of a model (--speculative-config): draft by ngram": (
+            config.speculative_config is not None and config.speculative_config.method != "ngram"
         ),
-        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
-        "--speculative-config: leave it out": config.speculative_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}: leave it out": cache.cache_dtype not in _DTYPES,
         "--kv-trace, whose files have a number a layer: leave it out": bool(asked.get("kv_trace")),
     }
@@ -44,8 +41,8 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
             )
     policy.heads.check_shape(
         model.get_total_num_hidden_layers(),
-        model.get_num_kv_heads(parallel),
-        model.get_num_attention_heads(parallel),
+        model.get_total_num_kv_heads(),
+        model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
     )
 
 
