@@ -368,6 +368,7 @@ def make_config() -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         additional_config={},
+        use_v2_model_runner=False,
     )
 
 
@@ -396,14 +397,20 @@ def test_what_was_not_rehearsed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cuda"))
     policy, config = streaming(mask=MASK), make_config()
     policy.heads.check_config(policy, config)
-    config.speculative_config = object()
-    with pytest.raises(ValueError, match="not rehearsed on CUDA devices with --speculative-config"):
+    config.speculative_config = SimpleNamespace(method="ngram")
+    with pytest.raises(ValueError, match="not tried on CUDA devices together with --speculative"):
         policy.heads.check_config(policy, config)
     config.speculative_config, config.parallel_config.tensor_parallel_size = None, 2
-    with pytest.raises(ValueError, match=r"not rehearsed on CUDA .* --tensor-parallel-size"):
+    with pytest.raises(ValueError, match="not tried on CUDA devices together with --tensor"):
         policy.heads.check_config(policy, config)
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cpu"))
+    policy.heads.check_config(policy, config)
+    config.use_v2_model_runner = True
+    with pytest.raises(ValueError, match="second model runner together with --tensor"):
+        policy.heads.check_config(policy, config)
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(StreamingHeads, "on_cuda", False)  # as of a new kind
-    with pytest.raises(ValueError, match=r"not rehearsed on CUDA .* heads of kind 'streaming'"):
+    with pytest.raises(ValueError, match="of kind 'streaming', which was not rehearsed on CUDA"):
         policy.heads.check_config(policy, config)
 
 

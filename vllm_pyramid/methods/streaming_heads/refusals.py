@@ -23,6 +23,8 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     """
     if current_platform.device_type != "cpu":
         check_cuda(policy, config)
+    if config.use_v2_model_runner:
+        check_alone(policy, config, "with vLLM's second model runner")
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     given = config.additional_config
     asked = given if isinstance(given, dict) else {}
@@ -52,16 +54,31 @@ def check_cuda(policy: Policy, config: VllmConfig) -> None:
     Raises:
         ValueError: naming what to change.
     """
-    parallel, kind = config.parallel_config, policy.heads.kind
-    unrehearsed = {
-        f"heads of kind {kind!r}: serve on a CPU": not policy.heads.on_cuda,
-        "--tensor-parallel-size: leave it out": parallel.tensor_parallel_size > 1,
-        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
-        "--speculative-config: leave it out": config.speculative_config is not None,
+    if not policy.heads.on_cuda:
+        raise ValueError(
+            f"policy {policy.name!r} has heads of kind {policy.heads.kind!r}, which was not "
+            "rehearsed on CUDA devices: serve on a CPU, or choose a policy without `heads`"
+        )
+    check_alone(policy, config, "on CUDA devices")
+
+
+def check_alone(policy: Policy, config: VllmConfig, where: str) -> None:
+    """Refuse several ranks, replicas and drafts.
+
+    Raises:
+        ValueError: naming the flag to leave out.
+    """
+    parallel = config.parallel_config
+    untried = {
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--speculative-config": config.speculative_config is not None,
     }
-    for what, is_asked in unrehearsed.items():
+    for flag, is_asked in untried.items():
         if is_asked:
             raise ValueError(
                 f"policy {policy.name!r} gives each KV head a length of its own (heads), which was "
-                f"not rehearsed on CUDA devices with {what}, or choose a policy without `heads`"
+                f"not tried {where} together with {flag}: leave it out, or choose a policy without "
+                "`heads`"
             )
