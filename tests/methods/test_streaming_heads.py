@@ -357,7 +357,7 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
 def make_config() -> Any:
     model = SimpleNamespace(
         get_total_num_hidden_layers=lambda: 3,
-        get_num_kv_heads=lambda parallel: 2,
+        get_total_num_kv_heads=lambda: 2,
         get_num_attention_heads=lambda parallel: 4,
     )
     return SimpleNamespace(
