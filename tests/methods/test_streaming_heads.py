@@ -317,7 +317,6 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         ("parallel_config", "data_parallel_size", 2, "--data-parallel-size"),
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
         ("", "speculative_config", object(), "--speculative-config"),
-        ("", "additional_config", {"kv_trace": "folder"}, "--kv-trace"),
         ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
     ],
 )

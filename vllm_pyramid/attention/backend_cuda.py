@@ -225,7 +225,7 @@ class PyramidImplMixin:
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
             return attend(query, attn_metadata)
         is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
-        if context.hooks.attend and is_fused:
+        if (context.hooks.attend or context.hooks.correct_attention) and is_fused:
             raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
         tokens = query[: attn_metadata.num_actual_tokens]

@@ -22,8 +22,6 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
         ValueError: naming the flag to change.
     """
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    given = config.additional_config
-    asked = given if isinstance(given, dict) else {}
     untried = {
         "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
         "--tensor-parallel-size, where a lane would have to stream on each rank: leave it out": (
@@ -33,7 +31,6 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
         "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
         "--speculative-config: leave it out": config.speculative_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}: leave it out": cache.cache_dtype not in _DTYPES,
-        "--kv-trace, whose files have a number a layer: leave it out": bool(asked.get("kv_trace")),
         "vLLM's second model runner: unset VLLM_USE_V2_MODEL_RUNNER": config.use_v2_model_runner,
     }
     for what, is_asked in untried.items():
@@ -47,3 +44,23 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
         model.get_num_kv_heads(parallel),
         model.get_num_attention_heads(parallel),
     )
+
+
+def check_compensation(policy: Policy, config: VllmConfig) -> None:
+    """Refuse what was not tried together with compensation tokens.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    parallel = config.parallel_config
+    untried = {
+        "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
+        "--tensor-parallel-size: leave it out": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
+    }
+    for what, is_asked in untried.items():
+        if is_asked:
+            raise ValueError(
+                f"policy {policy.name!r} has compensation tokens (heads.compensate), which were "
+                f"not tried with {what}, or set heads.compensate to false"
+            )
