@@ -33,6 +33,7 @@ from tests.engine.test_streaming_heads import (
     kept_positions,
 )
 from vllm_pyramid.methods.streaming_heads.compensation import Compensation
+from vllm_pyramid.policy.policy import TRACE_WINDOW
 from vllm_pyramid.step.trace_files import read_request
 
 pytestmark = pytest.mark.engine
@@ -131,6 +132,7 @@ def test_streaming_heads_attend_to_the_mean_of_what_they_have_dropped(
             ]
             missed = without.gather(1, torch.tensor(outcome.token_ids)[:, None])[:, 0]
             differs += float((torch.tensor(given) - missed).abs().max()) > 1e-2
+            check_recall(tmp_path, outcome, plain)
         check_trace(tmp_path, outcome, kept)
     assert differs >= 6
     check_nothing_is_left(engine)
@@ -148,8 +150,30 @@ def check_trace(folder: Path, outcome: Outcome, kept: list[torch.Tensor]) -> Non
     assert read is not None
     assert (read.layers, read.heads) == (list(range(LAYERS)), [HEADS] * LAYERS)
     for layer, heads in enumerate(kept):
-        counts = sum(torch.bincount(head.unique(), minlength=n) for head in heads)
-        assert read.counts[layer].tolist() == counts.tolist()  # type: ignore[union-attr]
+        counts = torch.stack([torch.bincount(head.unique(), minlength=n) for head in heads])
+        assert read.counts[layer].tolist() == counts.sum(dim=0).tolist()
+
+
+def check_recall(folder: Path, outcome: Outcome, model: HuggingFaceModel) -> None:
+    """Each head has the share of the attention of the prompt's last queries to what it keeps.
+
+    Args:
+        model: that has computed the prompt.
+    """
+    n = len(outcome.job.prompt)
+    with np.load(folder / f"{outcome.request_id}.npz") as trace:
+        for layer, head in np.ndindex(LAYERS, HEADS):
+            lane = layer * HEADS + head
+            key = model.keys[layer][head, :n]
+            query = model.queries[layer].unflatten(0, (HEADS, -1))[head, :, n - TRACE_WINDOW : n]
+            logits = query @ key.T * key.shape[1] ** -0.5
+            future = torch.ones(TRACE_WINDOW, n, dtype=torch.bool).triu(n - TRACE_WINDOW + 1)
+            weights = logits.masked_fill(future, -math.inf).softmax(dim=-1)
+            mass = weights.sum(dim=(0, 1))[: n - TRACE_WINDOW]
+            kept = torch.from_numpy(trace[f"kept_{lane}"][0]).long()
+            share = float(mass[kept[kept < len(mass)]].sum() / mass.sum())
+            assert float(trace[f"recall_{lane}"][0]) == pytest.approx(share, abs=1e-4)
+            assert share == pytest.approx(1) if WHOLE[layer, head] else share < 0.999
 
 
 def test_sums_grow_with_evictions_inside_the_prompt(

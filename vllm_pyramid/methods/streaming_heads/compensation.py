@@ -137,8 +137,9 @@ class _StepTokens:
         of_places = torch.tensor(places)[of_rows]
         with np.errstate(divide="ignore"):
             log_counts = torch.from_numpy(np.log(counts).astype(np.float32))
-        split = (part.split(MERGED_AT_ONCE) for part in (tokens, of_rows, of_places))
-        return cls(log_counts, (counts > 0).any(axis=(0, 2)), list(zip(*split, strict=True)))
+        size = MERGED_AT_ONCE
+        parts = zip(tokens.split(size), of_rows.split(size), of_places.split(size), strict=True)
+        return cls(log_counts, (counts > 0).any(axis=(0, 2)), list(parts))
 
 
 class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
@@ -170,7 +171,8 @@ class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         A request whose lanes have not dropped what its plan says has failed.
         """
         self._tokens = None
-        rows, places = [], []
+        rows: list[int] = []
+        places: list[int] = []
         lanes = slice(
             self._first_layer * self._kv_heads,
             (self._first_layer + self.dropped.counts.shape[1]) * self._kv_heads,
@@ -209,7 +211,8 @@ class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 out[tokens],
                 log_sum_exp[tokens],
                 inputs.query[tokens],
-                *means.unbind(dim=2),
+                means[:, :, 0],
+                means[:, :, 1],
                 log_counts[rows],
                 softmax.scale * inputs.key_scale,
                 softmax.soft_cap,
