@@ -6,7 +6,7 @@
 Z and out are the softmax's sum and the attention over what the lane holds, k and v the means of the
 N keys and values that it has dropped, as they stood in the cache (arXiv:2407.15891, section 3). No
 row of a cache can say so, since the logarithm of N has to be added to one logit. So the token is
-kept beside the cache, and merged into what the kernels return, out and the logarithm of Z.
+kept next to the cache, and merged into what the kernels return, out and the logarithm of Z.
 
 A lane drops tokens at its evictions, which add them to its means. As many as it has dropped is its
 skip, which is compared in every step. A request that comes again after a preemption has no skip and
@@ -40,7 +40,7 @@ from vllm_pyramid.step.step import Step
 
 NAME = "compensation"
 # Tokens of the step that are merged at once, and dropped tokens that are added at once: both take
-# memory beside the cache.
+# memory in addition to the cache.
 MERGED_AT_ONCE, ADDED_AT_ONCE = 1024, 4096
 
 
