@@ -210,11 +210,13 @@ def test_merged_attention_is_that_with_one_more_token(chunked: bool, seed: int) 
             worker.add(name, chance.randrange(1, 110), full=chance.random() < 0.2)
             names.append(name)
         chance.shuffle(names)
+        behind = [name for name in names if worker.computed(name) >= worker.prompt_lens[name]]
+        decodes = number % 3 == 0 and behind
         scheduled = {}
-        for name in names[: chance.randrange(1, 6)]:
+        for name in behind if decodes else names[: chance.randrange(1, 6)]:
             most = worker.next_point(name) - worker.computed(name)
-            whole = worker.computed(name) >= worker.prompt_lens[name] or chance.random() < 0.6
-            scheduled[name] = most if whole else chance.randrange(1, most + 1)
+            count = 1 if decodes else chance.choice([most, chance.randrange(1, most + 1)])
+            scheduled[name] = count
         worker.step(scheduled)
         for name in list(names):
             if chance.random() < 0.05:
@@ -285,8 +287,8 @@ def test_the_merge_is_stable(
     if soft_cap:
         logits = soft_cap * (logits / soft_cap).tanh()
     pair = torch.stack([wide["log_sum_exp"], logits + counts], dim=-1)
-    # A logit of 1e5 in float32 is known to 1e-2, so nothing is said of those near the other side.
-    sure = (pair[..., 0] - pair[..., 1]).abs() > (0 if scale < 100 else 1)
+    # A logit of 1e4 in float32 is known to 1e-2, so nothing is said where both sides weigh alike.
+    sure = (pair[..., 0] - pair[..., 1]).abs() > (0 if scale < 100 else 12)
     weights = pair.softmax(dim=-1)
     expected = weights[..., :1] * wide["out"] + weights[..., 1:] * value
     assert int(sure.sum()) > 200
