@@ -109,12 +109,14 @@ def test_streaming_heads_attend_to_the_mean_of_what_they_have_dropped(
     first = [*jobs(), Job(whole, greedy(12, logprobs=3, kv_policy="full"))]
     first.append(Job(long[0], greedy(200), abort_after=30))
     second = [Job(prompt, greedy(150, logprobs=3)) for prompt in long]
-    second += [Job(job.prompt, job.params, arrival=5) for job in first[5:8]]
+    again = [Job(prompt, greedy(12, logprobs=3), arrival=15 * at) for at, prompt in enumerate(long)]
     outcomes = engine.run(first)
     with count_preemptions(engine) as preempted:
         outcomes += engine.run(second)
     assert preempted["evicted"] > 0, preempted
-    assert sum(one.cached > 0 for one in outcomes if one.output is not None) >= 3
+    found = engine.run(again)
+    assert sum(one.cached > 0 for one in found) >= 2, [one.cached for one in found]
+    outcomes += found
     model, plain = Compensated(str(random_model)), HuggingFaceModel(str(random_model))
     differs = 0
     for outcome in outcomes:
