@@ -6,9 +6,9 @@
                             queries, and attends to the best (`kernels/tiles.py`)
     the lowest layers, and the prompt's last tiles, attend to everything; so does the answer
 
-It saves time before the first token. K and V of the layers above are approximate, though always the
-same for the same tokens (`policy/prefill.py`). XAttention, arXiv:2503.16428; that prompts attend
-sparsely: MInference, arXiv:2407.02490.
+It saves time before the first token of long prompts. K and V of the layers above are approximate,
+though always the same for the same tokens (`policy/prefill.py`). XAttention, arXiv:2503.16428; that
+prompts attend sparsely: MInference, arXiv:2407.02490.
 """
 
 from __future__ import annotations
