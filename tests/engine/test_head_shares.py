@@ -10,8 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.conversations import Rows
 from tests.engine.paper import HuggingFaceModel, keep_best, window_importance
-from tests.engine.support import EnginePool, Job, greedy, random_prompts
+from tests.engine.support import (
+    EnginePool,
+    Job,
+    Outcome,
+    assert_same_tokens,
+    greedy,
+    random_prompts,
+)
+from vllm_pyramid.plan import Budget, RetentionPlan
 
 pytestmark = pytest.mark.engine
 
@@ -140,3 +149,99 @@ def test_blocks_that_heads_give_back_serve_other_requests(
         assert ours.token_ids == reference.token_ids
         assert ours.report == reference.report
     small.check_whole()
+
+
+# Prefixes, and evictions inside the prompt ------------------------------------------------------
+
+
+def test_prefixes_are_found_to_the_window(engines: EnginePool, random_model: Path) -> None:
+    """What heads overwrite is copied, out of a prompt's blocks and into those of the next."""
+    engine = engines.get(
+        random_model,
+        kv_policy="headkv",
+        kv_policy_args={"scores": SCORES, "beta": BETA},
+        **{**SETTINGS, "enable_prefix_caching": True},
+    )
+    engine.shuffle_blocks(3)
+    prompt, other = random_prompts([700, 200], seed=9, vocab_size=2048)
+    look = Rows(engine)
+
+    def run(tokens: list[int], budget: str, **extra: Any) -> Outcome:
+        params = greedy(MAX_TOKENS, logprobs=3, kv_budget=budget, **extra)
+        return engine.run([Job(tokens, params)], look)[0]
+
+    cold = run(prompt, "25%")
+    assert cold.cached == 0
+    untouched = 700 - max(cold.report["kept_tokens"])
+    assert untouched < 320, "else nothing is copied"
+    warm = run(prompt, "25%")
+    assert warm.cached == (700 - WINDOW) // LANE_BLOCK * LANE_BLOCK == 640
+    assert_same_tokens([warm], [cold])
+    assert warm.report == cold.report
+    longer = run([*prompt[:600], *other], "12%")
+    assert longer.cached == 576
+    engine.llm.reset_prefix_cache()
+    again = run([*prompt[:600], *other], "12%")
+    assert again.cached == 0
+    assert_same_tokens([longer], [again])
+    assert longer.report == again.report
+    engine.check_whole()
+
+
+CHUNK, SINKS = 200, 4
+
+
+class ChunkedShares(HuggingFaceModel):
+    """A model each of whose heads sees its sinks and its most recent tokens, by a plan's points."""
+
+    def __init__(self, path: str, plan: RetentionPlan) -> None:
+        super().__init__(path)
+        self.plan = plan
+
+    def visible(self, layer: int, kv_heads: int, total: int) -> torch.Tensor:
+        seen = super().visible(layer, kv_heads, total)
+        ends = [*(point.computed for point in self.plan.points[1:]), total]
+        for point, end in zip(self.plan.points, ends, strict=True):
+            for head, gone in enumerate(point.skip.reshape(LAYERS, HEADS)[layer].tolist()):
+                seen[head, point.computed : end, SINKS : SINKS + gone] = False
+        return seen
+
+
+def test_heads_evict_inside_the_prompt_by_their_shares(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """By a model whose attention sees what the plan says, in prefill too; prefixes to a point."""
+    recency = {"scorer": "recency", "chunk.scorer": "recency", "sinks": SINKS}
+    engine = engines.get(
+        random_model,
+        kv_policy="headkv",
+        kv_policy_args={
+            "scores": SCORES,
+            "beta": BETA,
+            "chunk.tokens": CHUNK,
+            "chunk.keep": 120,
+            **recency,
+        },
+        **{**SETTINGS, "enable_prefix_caching": True},
+    )
+    engine.shuffle_blocks(4)
+    for outcome in engine.run(jobs("15%", [64, 257, 512, 700])):
+        prompt, n = outcome.job.prompt, len(outcome.job.prompt)
+        plan = engine.scheduler.kv_policy.plan(n, LAYERS * HEADS, LANE_BLOCK, Budget.parse("15%"))
+        assert isinstance(plan, RetentionPlan)
+        assert outcome.report.get("inner_evictions", 0) == len(plan.inner)
+        assert outcome.report["kept_tokens"] == plan.end.held.tolist()
+        model = ChunkedShares(str(random_model), plan)
+        tokens = [*prompt, *outcome.token_ids][:-1]
+        expected = model.forward(tokens)[n - 1 :]
+        assert outcome.token_ids == expected.argmax(dim=-1).tolist(), n
+        for row, (token, ours) in enumerate(zip(outcome.token_ids, outcome.logprobs, strict=True)):
+            assert ours[token] == pytest.approx(float(expected[row, token]), abs=2e-4)
+        if n == 700:
+            assert len(plan.inner) == 3 and len(set(plan.inner[0].skip.tolist())) > 1
+            dense = HuggingFaceModel(str(random_model)).forward(prompt)[-1]
+            assert float((dense - expected[0]).abs().max()) > 1e-3
+            (warm,) = engine.run([Job(prompt, outcome.job.params)])
+            assert warm.cached == CHUNK // LANE_BLOCK * LANE_BLOCK
+            assert_same_tokens([warm], [outcome])
+    engine.check_whole()

@@ -57,6 +57,18 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Streaming heads: all of those in the first stage; in the second some keep everything.
+HEADS: dict[str, Any] = {
+    "kv_policy": "duoattention",
+    "kv_policy_args": {
+        "mask": [[0] * 4, [0] * 4, [1, 0, 0, 1], [0, 1, 0, 0]],
+        "share": 3 / 16,
+        "heads.sinks": 8,
+        "heads.recent": 40,
+    },
+}
+
+
 def _settings(name: str, folder: Path) -> dict[str, Any]:
     policy, settings, _ = ENGINES[name]
     return {"kv_policy": policy, "kv_min_tokens": 0, **settings, "kv_trace": str(folder / name)}
@@ -71,6 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stages(folder: Path, tiny_model: Any) -> Iterator[Child]:
     """All engines in turn, in one process and their workers, beside what one device does here."""
     waves: list[list[Any]] = [[], []]
+    first = [[random_prompts(LENGTHS)[0], greedy(TOKENS)]]
     for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True):
         waves[arrival // 2].append([prompt, greedy(TOKENS)])
     common = {
@@ -87,6 +100,7 @@ def stages(folder: Path, tiny_model: Any) -> Iterator[Child]:
             )
             for name, (_, _, engine) in ENGINES.items()
         ),
+        ({**common, **TWO, "additional_config": HEADS}, [*waves, [], first]),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
@@ -161,3 +175,30 @@ def test_two_stages(
     # Somebody was preempted after it had evicted.
     if "preempted" in name:
         assert result["evictions"] > 3
+
+
+def test_two_stages_with_lengths_of_heads(
+    engines: EnginePool, tiny_model: Any, stages: Child
+) -> None:
+    """With bundles of two kinds, one of which has blocks in the second stage alone."""
+    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **HEADS, kv_min_tokens=None)
+    prompts = random_prompts(LENGTHS)
+    outcomes = engine.run(
+        [
+            Job(prompt, greedy_params(TOKENS), arrival)
+            for prompt, arrival in zip(prompts, ARRIVALS, strict=True)
+        ]
+    )
+    outcomes += engine.run([Job(prompts[0], greedy_params(TOKENS))])
+    result = stages.results(560)[len(ENGINES)]
+    for output, outcome in zip(result["outputs"], outcomes, strict=True):
+        assert output["token_ids"] == outcome.token_ids
+        assert output["report"] == outcome.report
+        assert output["cached"] == outcome.cached
+    freed = (LENGTHS[0] - 8 - 40) // 64 * 64
+    assert outcomes[-1].cached == freed > 0
+    kept = np.array(outcomes[0].report["kept_tokens"]).reshape(LAYERS, KV_HEADS)
+    assert (kept == LENGTHS[0]).sum(axis=1).tolist() == [0, 0, 2, 1]
+    assert (kept == LENGTHS[0] - freed).sum(axis=1).tolist() == [4, 4, 2, 3]
+    blocks = SETTINGS["kv_cache_memory_bytes"] // PAGE
+    assert result["free_blocks"] == [blocks - 1] * 2

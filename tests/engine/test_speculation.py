@@ -53,6 +53,16 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_policy_args": {"chunk": {"tokens": 128, "keep": 96}},
     },
     "select": {"kv_policy": "select", "kv_policy_args": {"attend.min_tokens": 128}},
+    "heads": {
+        "kv_policy": "duoattention",
+        "kv_policy_args": {
+            "mask": [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0]],
+            "share": 7 / 16,
+            "heads.sinks": 8,
+            "heads.recent": 40,
+        },
+        "kv_min_tokens": None,
+    },
     "pyramidinfer": {
         "kv_policy": "pyramidinfer",
         "kv_policy_args": {"decay_ratio": 0.5, "min_context": 24, "piece_tokens": 128},

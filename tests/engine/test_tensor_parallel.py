@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, Job, random_prompts
+from tests.engine.support import EnginePool, Job, Outcome, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
+from vllm_pyramid.methods.head_shares import HeadShares
+from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
+from vllm_pyramid.policy import Policy
 
 pytestmark = pytest.mark.engine
 
-KV_HEADS = 4
+LAYERS, KV_HEADS = 4, 4
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -52,6 +55,45 @@ POLICIES: dict[str, dict[str, Any]] = {
             "fill_blocks": False,
         }
     },
+}
+# Which heads keep everything: those of the ranks agree; one of four keeps; they disagree in both
+# lanes; none keeps.
+MASK = [[1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
+ON_BOTH = [[1, 0, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+STREAMING: dict[str, Any] = {"heads.sinks": 8, "heads.recent": 24}
+SCORES = (np.random.default_rng(3).random((LAYERS, KV_HEADS)) ** 2).tolist()
+
+
+class LongestOfRanks(HeadShares):
+    """Shares of one rank, of which two heads with a lane in two ranks have the longer one's."""
+
+    kind: str = f"{__name__}:LongestOfRanks"
+
+    def plan(
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
+    ) -> RetentionPlan:
+        plan = super().plan(policy, prompt_len, num_lanes, block_size, budget)
+        assert isinstance(plan, RetentionPlan)
+        own = plan.end.keep.reshape(LAYERS, KV_HEADS).tolist()
+        keep = np.array([[max(row[g % 2], row[g % 2 + 2]) for g in range(4)] for row in own])
+        mean = -(-int(keep.sum()) // num_lanes)
+        end = EvictionPoint.of(prompt_len, block_size, mean, keep.ravel(), True, recent=8)
+        return RetentionPlan((end,))
+
+
+# With lengths of heads: two ranks' settings, and those that say what both do to one rank.
+HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "duoattention": (
+        {"kv_policy_args": {"mask": MASK, "share": 5 / 16, **STREAMING}},
+        {"kv_policy_args": {"mask": ON_BOTH, "share": 0.5, **STREAMING}, "kv_min_tokens": None},
+    ),
+    "headkv": (
+        {"kv_budget": "25%", "kv_policy_args": {"scores": SCORES}, "kv_min_tokens": 0},
+        {
+            "kv_budget": "25%",
+            "kv_policy_args": {"heads": {"kind": f"{__name__}:LongestOfRanks", "scores": SCORES}},
+        },
+    ),
 }
 # Tokens between two evictions, of policies that evict during generation.
 INTERVALS = {"h2o": 16, "pyramidinfer": 8}
@@ -89,6 +131,13 @@ def two_ranks(folder: Path, tiny_model: Any) -> Iterator[Child]:
             ({**common, "additional_config": _settings(policy, folder / "two")}, waves)
             for policy in POLICIES
         ),
+        *(
+            (
+                {**common, "block_size": 32, "additional_config": {"kv_policy": policy, **two}},
+                waves,
+            )
+            for policy, (two, _) in HEADS.items()
+        ),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
@@ -119,17 +168,22 @@ def _traces(folder: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
     return traces
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_ranks(
-    engines: EnginePool, tiny_model: Any, two_ranks: Child, folder: Path, policy: str
-) -> None:
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **_settings(policy, folder / "one"))
+def _on_one_rank(engines: EnginePool, tiny_model: Any, **settings: Any) -> list[Outcome]:
+    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **settings)
     jobs = [
         Job(prompt, greedy_params(TOKENS), arrival)
         for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
     ]
     outcomes = engine.run(jobs)
     engine.check_whole()
+    return outcomes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_ranks(
+    engines: EnginePool, tiny_model: Any, two_ranks: Child, folder: Path, policy: str
+) -> None:
+    outcomes = _on_one_rank(engines, tiny_model, **_settings(policy, folder / "one"))
     result = two_ranks.results(500)[list(POLICIES).index(policy)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids
@@ -163,3 +217,23 @@ def test_two_ranks(
             last = max(at for length, at in points if length == n)
             prompt, top = (one[n, at, ""]["held"][-1] for at in (n, last))
             assert top < prompt + last - n, "nothing was evicted during generation"
+
+
+@pytest.mark.parametrize("policy", HEADS)
+def test_two_ranks_share_the_tables_of_heads(
+    engines: EnginePool, tiny_model: Any, two_ranks: Child, policy: str
+) -> None:
+    """A head keeps as much as the longest at its place of both ranks; blocks of 64 tokens each."""
+    outcomes = _on_one_rank(
+        engines, tiny_model, kv_policy=policy, block_size=16, **HEADS[policy][1]
+    )
+    result = two_ranks.results(500)[len(POLICIES) + list(HEADS).index(policy)]
+    evicted = 0
+    for output, outcome in zip(result["outputs"], outcomes, strict=True):
+        assert output["token_ids"] == outcome.token_ids
+        kept = np.array(outcome.report["kept_tokens"]).reshape(LAYERS, 2, KV_HEADS // 2)
+        assert output["report"]["kv_heads"] == KV_HEADS // 2
+        for rank in range(2):
+            assert output["report"]["kept_tokens"] == kept[:, rank].ravel().tolist()
+        evicted += len(set(kept.ravel().tolist())) > 1
+    assert evicted == 3, "some heads of the longer prompts are shorter than others"

@@ -321,14 +321,17 @@ def test_razor_attention_compensates_and_duo_attention_does_not() -> None:
     [
         ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
         ("--pipeline-parallel-size", {"pipeline_parallel_size": 2}),
+        ("--speculative-config", {"speculative_config": object()}),
     ],
 )
-def test_configurations_that_were_not_tried(flag: str, changes: dict[str, int]) -> None:
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+def test_configurations_that_were_not_tried(flag: str, changes: dict[str, Any]) -> None:
     policy = load_policy("razorattention")
 
-    def config(**changed: int) -> Any:
-        return SimpleNamespace(parallel_config=SimpleNamespace(**{**sizes, **changed}))
+    def config(**changed: Any) -> Any:
+        plain = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "speculative_config": None}
+        parts = {**plain, **changed}
+        drafts = parts.pop("speculative_config")
+        return SimpleNamespace(parallel_config=SimpleNamespace(**parts), speculative_config=drafts)
 
     refusals.check_compensation(policy, config())
     with pytest.raises(ValueError, match=f"compensation tokens .* not tried with {flag}"):

@@ -116,6 +116,51 @@ def test_budgets_of_requests_and_floors() -> None:
     assert (end_of(floored, 250, 6).skip == 0).all()
 
 
+@pytest.mark.parametrize("fill_blocks", [True, False])
+def test_a_lane_of_several_ranks_is_as_long_as_its_longest_head(
+    fill_blocks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = sharing("20%", scores=SCORES, fill_blocks=fill_blocks)
+    with caplog.at_level("INFO", "vllm.vllm_pyramid"):
+        heads = policy.heads.on_ranks(policy, 2, 2)
+    # The greater of two scores are 0.5, 1 and 0.25, in place of means of 0.354.
+    assert f"{1 + (1.75 / 3 / (2.125 / 6) - 1) / 1.2:.2f} times the budget" in caplog.text
+    on_two = policy.model_copy(update={"heads": heads.model_dump()})
+    for prompt_len in (1, 9, 40, 1000, 4001):
+        own = end_of(policy, prompt_len, 6).keep.reshape(3, 2)
+        end = end_of(on_two, prompt_len, 3, block_size=16)
+        assert end.keep.tolist() == own.max(axis=1).tolist()
+        assert (end.recent == WINDOW).all()
+        skip = prompt_len - end.keep
+        assert end.skip.tolist() == (skip // 16 * 16 if fill_blocks else skip).tolist()
+        assert end.budget_tokens == -(-int(end.keep.sum()) // 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("prompt_len", [100, 250, 1000])
+def test_points_inside_the_prompt_divide_their_own_budget(ranks: int, prompt_len: int) -> None:
+    """As the prompt's end does; a head that keeps more at a later point keeps it before, too."""
+    args = {"chunk.tokens": 200, "chunk.keep": 150, "scores": SCORES, "beta": 2}
+    policy = sharing("10%", **args)
+    heads = policy.heads.on_ranks(policy, ranks, 2)
+    on_ranks = policy.model_copy(update={"heads": heads.model_dump()})
+    plan = on_ranks.plan(prompt_len, 6 // ranks, 16)
+    dense = sharing("10%", scores=SCORES, beta=2)
+    assert isinstance(plan, RetentionPlan)
+    longest = end_of(dense, prompt_len, 6, 16).keep.reshape(3, ranks, -1).max(axis=1).ravel()
+    assert plan.end.keep.tolist() == longest.tolist()
+    assert [point.computed for point in plan.inner] == list(range(200, prompt_len - WINDOW, 200))
+    later = plan.end.skip
+    for point in reversed(plan.inner):
+        own = sharing(150, scores=SCORES, beta=2, fill_blocks=True)
+        keep = end_of(own, point.computed, 6, 16).keep.reshape(3, ranks, -1).max(axis=1).ravel()
+        assert (point.skip == np.minimum((point.computed - keep) // 16 * 16, later)).all()
+        later = point.skip
+    assert policy.inner_policy is not None
+    assert policy.inner_policy.heads == policy.heads
+    assert policy.inner_policy.scorer.kind == "keydiff"
+
+
 # Scores -------------------------------------------------------------------------------------------
 
 
@@ -154,7 +199,7 @@ def test_files_travel_as_numbers_and_query_heads_have_a_mean(tmp_path: Path) -> 
         ({"scorer": "recency", "schedule": "interval"}, "go with schedule 'prompt_end' alone"),
         ({"values": "host"}, "go with values 'device' alone"),
         ({"attend": "pages"}, "go with attend 'all' alone"),
-        ({"chunk.tokens": 64}, "evict at the prompt's end alone"),
+        ({"chunk.tokens": 64, "chunk.scorer": "tova"}, "'tova' looks at all KV heads of a layer"),
         ({"beta": 0.9}, "greater than or equal to 1"),
         ({"scores": [[1.0], [0.5, 0.5]]}, "equally many numbers for each layer"),
         ({"scores": [[1.0], [-0.5]]}, "at least 0, and not all 0"),
@@ -179,7 +224,7 @@ def test_scorers_that_look_at_each_head_by_itself(scorer: str) -> None:
     ("extra", "message"),
     [
         ({"kv_keep": [0, 4]}, "kv_keep does not go with policy 'headkv'"),
-        ({"kv_turns": [10]}, "lengths are those of single heads were not tried"),
+        ({"kv_turns": [10]}, "each KV head has a length of its own are not saved"),
     ],
 )
 def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], message: str) -> None:

@@ -212,6 +212,51 @@ def test_a_block_of_a_head_has_the_bytes_of_one_of_all_heads() -> None:
     assert spec.max_memory_usage_bytes(config) == 8 * 8 * spec.page_size_bytes
 
 
+# Ranks --------------------------------------------------------------------------------------------
+
+
+# Of 3 layers with 4 KV heads; of two ranks lane 0 has heads 0 and 2.
+WIDE = [[0.9, 0.1, 0.8, 0.2], [0.7, 0.0, 0.3, 0.1], [0.2, 0.6, 0.5, 0.1]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (1, [1, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0]),
+        (2, [1, 0, 1, 0, 1, 1]),
+        (4, [1, 1, 1]),
+    ],
+)
+def test_a_lane_keeps_everything_if_a_head_of_some_rank_does(
+    ranks: int, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = streaming(mask=WIDE, share=5 / 12)
+    if ranks == 4:
+        with pytest.raises(ValueError, match=r"lets 58% .* with 4 tensor-parallel ranks none"):
+            policy.heads.on_ranks(policy, ranks, 4)
+        return
+    with caplog.at_level("INFO", "vllm.vllm_pyramid"):
+        heads = policy.heads.on_ranks(policy, ranks, 4)
+    served = policy.model_copy(update={"heads": heads.model_dump()})
+    served = Policy.model_validate(json.loads(json.dumps(served.as_data())))
+    assert served.heads.keeps_everything(12 // ranks).tolist() == [bool(one) for one in expected]
+    plan = plan_of(served, 1000, 12 // ranks, 64)
+    assert ((plan.end.keep == 1000) == np.array(expected, bool)).all()
+    logged = "33 % of the KV heads stream, of 58 % in the mask" in caplog.text
+    assert logged == (ranks == 2)
+    query_heads = streaming(mask=np.repeat(WIDE, 2, axis=1).tolist(), share=5 / 12)
+    same = query_heads.heads.on_ranks(query_heads, ranks, 4)
+    assert same.keeps_everything(12 // ranks).tolist() == [bool(one) for one in expected]
+
+
+def test_ranks_are_the_engines() -> None:
+    policy = streaming(mask=WIDE, ranks=2)
+    with pytest.raises(ValueError, match="leave it out, the engine sets it"):
+        policy.heads.on_ranks(policy, 1, 4)
+    everything = streaming(mask=WIDE, share=1.0)
+    everything.heads.on_ranks(everything, 4, 4)  # nothing was to stream
+
+
 # kvpress ------------------------------------------------------------------------------------------
 
 
@@ -312,11 +357,8 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
 @pytest.mark.parametrize(
     ("section", "name", "value", "message"),
     [
-        ("parallel_config", "tensor_parallel_size", 2, "--tensor-parallel-size"),
-        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size"),
-        ("parallel_config", "data_parallel_size", 2, "--data-parallel-size"),
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
-        ("", "speculative_config", object(), "--speculative-config"),
+        ("", "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
         ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
     ],
 )
@@ -325,20 +367,20 @@ def test_configurations_that_were_not_tried(
 ) -> None:
     model = SimpleNamespace(
         get_total_num_hidden_layers=lambda: 3,
-        get_num_kv_heads=lambda parallel: 2,
+        get_total_num_kv_heads=lambda: 2,
         get_num_attention_heads=lambda parallel: 4,
     )
     config: Any = SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         additional_config={},
         use_v2_model_runner=False,
     )
     policy = streaming(mask=MASK)
+    policy.heads.check_config(policy, config)
+    config.speculative_config = SimpleNamespace(method="ngram")
     policy.heads.check_config(policy, config)
     setattr(getattr(config, section) if section else config, name, value)
     with pytest.raises(ValueError, match=f"was not tried with .*{message}"):

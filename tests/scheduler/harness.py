@@ -76,7 +76,7 @@ def kv_cache_config(
     Args:
         device_layers: from this layer on the device holds K alone; None: in no layer.
         beside: layers that do not evict; the first group is the first of them, if there is any.
-        stages: layers of each pipeline stage, with a pool of `num_blocks` each.
+        stages: layers of each pipeline stage, with a pool of `num_blocks` each; they count lanes.
         lanes: KV heads of a group, each with a table of its own; `num_layers` counts these, and
             `block_size` is a lane's.
         heads: which of these never evict.
@@ -91,7 +91,7 @@ def kv_cache_config(
             layer_idx=layer,
             num_layers=num_layers // lanes,
             model_layer=layer,
-            stages=stages,
+            stages=tuple(of_stage // lanes for of_stage in stages),
         )
         if device_layers is not None and layer >= device_layers:
             spec = KeyOnlyKVCacheSpec.of(spec)

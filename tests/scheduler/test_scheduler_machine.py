@@ -1138,6 +1138,10 @@ VARIANTS |= {
         **SMALL,
     ),
     "sync-shared-heads-all": Setup(lanes=2, prefix_caching=True, **LANES, **SMALL),
+    "stages-shared-heads": Setup(lanes=2, stages=(4, 2), **SHARED_LANES, **SMALL),
+    "stages-shared-heads-all": Setup(
+        lanes=2, stages=(2, 4), prefix_caching=True, reserve_full_prompt=False, **LANES
+    ),
 }
 
 # Conversations beside windows, and beside a draft model.
@@ -1216,7 +1220,7 @@ def test_machine(variant: str, seed: int) -> None:
     if setup.prefix_caching:
         rare = "inside" in variant or (setup.lanes > 1 and "all" in variant)
         happenings += ["hits"] if rare else ["hits", "twins"]
-        copies = "swapped" not in variant and not setup.lanes > 1
+        copies = "swapped" not in variant and (setup.lanes == 1 or "all" in variant)
         happenings += ["copied"] if copies and "whole" not in variant else []
         happenings += ["left behind"] if copies else []
         happenings += ["lasting"] if setup.lanes > 1 and "all" not in variant else []

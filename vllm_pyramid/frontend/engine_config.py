@@ -147,6 +147,7 @@ def finish_config(
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)
+    served = replace(served, policy=_on_ranks(policy, config))
     check_graphs(config, policy)
     _probe(config, policy)
     if current_platform.device_type == "cuda":
@@ -171,6 +172,21 @@ def finish_config(
         from vllm_pyramid.frontend.server import attach
 
         page_server.install(attach)
+
+
+def _on_ranks(policy: Policy, config: VllmConfig) -> Policy:
+    """Return the policy for the tensor-parallel ranks of the engine.
+
+    Raises:
+        ValueError: it would evict nothing on as many ranks.
+    """
+    if not policy.heads.splits:
+        return policy
+    num_kv_heads = config.model_config.get_total_num_kv_heads()
+    # Where there are more ranks than KV heads, some have copies of the same.
+    ranks = num_kv_heads // config.model_config.get_num_kv_heads(config.parallel_config)
+    heads = policy.heads.on_ranks(policy, ranks, num_kv_heads)
+    return policy.model_copy(update={"heads": heads.model_dump()})
 
 
 def _check_shadow(config: VllmConfig, *, is_server: bool) -> None:

@@ -82,7 +82,7 @@ class BundlePool(BlockPool):
         idle: the bundles without references, reserved blocks included; the first is dissolved
             first.
         twins: bundles in use whose hash is another bundle's, by hash.
-        bundle_counts: `BlockBundle.counts` of every bundle with a hash.
+        bundle_counts: `BlockBundle.counts` of every bundle with a hash and blocks of all layers.
         before_reuse: called with a computed bundle whose blocks are about to be given to requests,
             if no other bundle has its hash (`host_cache.py`).
         when_idle: called with a bundle that no request uses any more (`host_files.py`).
@@ -107,9 +107,18 @@ class BundlePool(BlockPool):
         """Return how many of these hashes, each of which continues the one before, are cached."""
         return bisect_left(hashes, True, key=lambda block_hash: block_hash not in self.bundles)
 
-    def publish(self, block_hash: BlockHash, blocks: Sequence[KVCacheBlock]) -> BlockBundle:
-        """Make a bundle of a request's blocks; the request refers to it."""
-        bundle = BlockBundle(block_hash, blocks, self.bundle_counts)
+    def publish(
+        self,
+        block_hash: BlockHash,
+        blocks: Sequence[KVCacheBlock],
+        counts: tuple[int, ...] | None = None,
+    ) -> BlockBundle:
+        """Make a bundle of a request's blocks; the request refers to it.
+
+        Args:
+            counts: of the blocks, where they are those of some KV heads alone; None: of all.
+        """
+        bundle = BlockBundle(block_hash, blocks, self.bundle_counts if counts is None else counts)
         if self.bundles.setdefault(block_hash, bundle) is not bundle:
             self.twins.setdefault(block_hash, []).append(bundle)
         return bundle

@@ -199,7 +199,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             new_blocks = self.allocate_new_blocks(
                 request_id, num_local_computed_tokens, num_local_computed_tokens
             )
-            self.prefixes.fill(record, sources, [new_blocks[group] for group in self._groups])
+            self.prefixes.fill(record, sources, self._own.of_lanes(new_blocks))
         record.prefix_hit = []
 
     def allocate_new_blocks(

@@ -91,6 +91,16 @@ class LayerGroups(NamedTuple):
             return make(), None
         return make(~whole), make(whole, b"whole")
 
+    def of_lanes(
+        self, new_blocks: Sequence[Sequence[KVCacheBlock]]
+    ) -> list[Sequence[KVCacheBlock]]:
+        """Return the layers' blocks of `[groups][blocks]`, `[layers * lanes][blocks]`.
+
+        New blocks of a layer are the next of its lanes in turn.
+        """
+        lanes = self.lanes
+        return [new_blocks[group][lane::lanes] for group in self.groups for lane in range(lanes)]
+
     def blocks_held(self, request_id: str) -> list[int]:
         """Count the blocks of the pool in a request's tables, `[layers * lanes]`."""
         lanes = self.lanes

@@ -44,20 +44,21 @@ class _LayerSpec(Protocol):
 class PipelineLayout:
     """Which evicting layers each pipeline stage has; layers are numbered from the bottom.
 
+    KV heads with tables of their own (lanes) count as layers.
+
     Attributes:
         ends: the number behind the last layer of each stage.
+        lanes: how many of these numbers are of one layer's heads.
     """
 
     ends: tuple[int, ...]
+    lanes: int = 1
 
     @classmethod
     def of(cls, spec: _LayerSpec) -> PipelineLayout:
-        """Return the layout that a layer's spec describes; one stage if it names none.
-
-        KV heads with tables of their own count as layers.
-        """
-        ends: list[int] = np.cumsum(spec.stages or (spec.num_layers * spec.lanes,)).tolist()
-        return cls(tuple(ends))
+        """Return the layout that a layer's spec describes; one stage if it names none."""
+        ends: list[int] = np.cumsum(spec.stages or (spec.num_layers,)).tolist()
+        return cls(tuple(end * spec.lanes for end in ends), spec.lanes)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -126,7 +127,7 @@ class PipelinePools(BundlePool):
 
     def of_layer(self, layer: int) -> BundlePool:
         """Return the pool of the layer's stage."""
-        return self.pools[self.stages.of_layer(layer)]
+        return self.pools[self.stages.of_layer(layer * self.stages.lanes)]
 
     @property
     def idle_blocks(self) -> int:
@@ -144,7 +145,7 @@ class PipelinePools(BundlePool):
 
     def get_blocks_of_layers(self, ends: Sequence[int]) -> list[KVCacheBlock]:
         """Return new blocks, layer by layer, each from its stage's pool."""
-        of_stages = [ends[end - 1] for end in self.stages.ends]
+        of_stages = [ends[end // self.stages.lanes - 1] for end in self.stages.ends]
         return self.get_blocks_of_stages(np.diff(of_stages, prepend=0))
 
     def get_blocks_of_stages(self, counts: Numbers) -> list[KVCacheBlock]:

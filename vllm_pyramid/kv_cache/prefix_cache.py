@@ -61,7 +61,10 @@ class PrefixCache:
         of_layers = self.tokens // layer_blocks.block_sizes
         self.blocks = of_layers if has is None else np.where(has, of_layers, 0)
         self.bundle_blocks = layer_blocks.stages.sums(self.blocks)
-        assert pool.bundle_counts in ((), tuple(self.bundle_blocks.tolist())), "several page sizes"
+        counts = tuple(self.bundle_blocks.tolist())
+        assert has is not None or pool.bundle_counts in ((), counts), "several page sizes"
+        self._counts = counts if pool.bundle_counts else ()
+        self._lanes = len(of_layers) // len(managers)
         self._entries = [
             _entries(blocks, chosen)
             for blocks, chosen in zip(
@@ -127,7 +130,7 @@ class PrefixCache:
             columns.extend(blocks[entry::stride] for entry in entries)
         of_bundles = zip(*columns, strict=True)
         bundles = [
-            self._pool.publish(block_hash, blocks)
+            self._pool.publish(block_hash, blocks, self._counts)
             for block_hash, blocks in zip(names, of_bundles, strict=True)
         ]
         self.holders.add(request.request_id, bundles)
@@ -163,18 +166,23 @@ class PrefixCache:
         """
         heads: list[int] = (skip // self.tokens).tolist()
         end = first + len(hashes)
+        lanes = self._lanes
         tables = [manager.req_to_blocks[request_id] for manager in self._managers]
+        columns = [table[lane::lanes] for table in tables for lane in range(lanes)]
         starts = np.cumsum([0, *(end - head for head in heads)]).tolist()
         unused = list(copies[starts[-1] :])
         for index in range(end - 1, first - 1, -1):
             blocks = [
-                table[index] if index < head else copies[start + index - head]
-                for table, head, start in zip(tables, heads, starts, strict=False)
+                column[index] if index < head else copies[start + index - head]
+                for column, head, start in zip(columns, heads, starts, strict=False)
             ]
             if not self._pool.add_idle(hashes[index - first], blocks):
                 unused += blocks
-        for manager, table, head in zip(self._managers, tables, heads, strict=True):
-            table[first:head] = [manager.block_pool.null_block] * max(head - first, 0)
+        for layer, head in enumerate(heads):
+            number, lane = divmod(layer, lanes)
+            null = [self._managers[number].block_pool.null_block] * max(head - first, 0)
+            entries = slice(first * lanes + lane, max(head, first) * lanes, lanes)
+            tables[number][entries] = null
         self._pool.free_blocks(unused)
         return np.maximum(np.array(heads, np.int64) - first, 0)
 

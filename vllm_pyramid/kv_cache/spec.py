@@ -65,16 +65,17 @@ class LayerKVCacheSpec(FullAttentionSpec):
         """
         settings = ServedSettings.of(vllm_config)
         if not self.stages and (settings is None or settings.policy.inner_policy is None):
-            return super().max_memory_usage_bytes(vllm_config)
+            return self.lanes * super().max_memory_usage_bytes(vllm_config)
         assert settings is not None, "stages are of an engine with a policy"
-        longest = vllm_config.model_config.max_model_len
-        blocks = peak_blocks_up_to(
-            settings.policy, longest, self.num_layers, self.full_block_size, self.stages
-        )
+        longest, lanes = vllm_config.model_config.max_model_len, self.num_layers * self.lanes
         stages = PipelineLayout.of(self)
-        if stages.of_layer(self.layer_idx) != int(stages.sums(blocks).argmax()):
+        blocks = peak_blocks_up_to(
+            settings.policy, longest, lanes, self.full_block_size, stages.sizes
+        )
+        if stages.of_layer(self.layer_idx * self.lanes) != int(stages.sums(blocks).argmax()):
             return 0
-        return int(blocks[self.layer_idx]) * self.page_size_bytes
+        of_layer = blocks.reshape(-1, self.lanes)[self.layer_idx]
+        return int(of_layer.sum()) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -146,15 +147,6 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
         made = cls(**values | own)
         assert made.page_size_bytes == spec.page_size_bytes, (made, spec)
         return made
-
-    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return what the longest prompt takes of all heads when all layers hold most."""
-        settings = ServedSettings.of(vllm_config)
-        if settings is None or settings.policy.inner_policy is None:
-            return self.lanes * super().max_memory_usage_bytes(vllm_config)
-        longest, lanes = vllm_config.model_config.max_model_len, self.num_layers * self.lanes
-        blocks = peak_blocks_up_to(settings.policy, longest, lanes, self.block_size)
-        return int(blocks.reshape(-1, self.lanes)[self.layer_idx].sum()) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Return the entries of a request's table, those of all heads."""

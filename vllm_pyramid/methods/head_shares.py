@@ -10,6 +10,8 @@ head keeps is the policy's scorer's choice, inside that head.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -18,12 +20,14 @@ from vllm_pyramid.methods.curves import SharesAllocator
 from vllm_pyramid.methods.observation_window import ObservationWindowScorer
 from vllm_pyramid.methods.streaming_heads.score_files import Scores, check_scores, of_kv_heads
 from vllm_pyramid.methods.streaming_heads.split import SplitHeads, with_scores
-from vllm_pyramid.plan import Budget, Plan
+from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.policy.policy import Policy
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class HeadShares(SplitHeads):
@@ -62,14 +66,61 @@ class HeadShares(SplitHeads):
     ) -> Plan:
         """Plan the prompt's end: the budget's mean over all heads, as the scores divide it.
 
-        A head whose share is longer than the prompt keeps the prompt; the others share the rest.
+        A head whose share is longer than the prompt keeps the prompt; the others share the rest. So
+        it is at points inside the prompt, with the budget of these. A lane of several ranks is as
+        long as the longest of its heads.
         """
-        shares = (1.0,) * num_lanes
+        ranks = 1 if self.scores is None else self.ranks
+        num_heads = num_lanes * ranks
+        plan = self._allocator(num_heads).plan(policy, prompt_len, num_heads, block_size, budget)
+        plan = policy.chunk.plan(policy, plan)
+        if ranks == 1:
+            return plan
+        assert isinstance(plan, RetentionPlan), "no lengths are solved"
+        *inner, end = plan.points
+        points = [self._of_lanes(point, fill_blocks=True) for point in inner]
+        return RetentionPlan((*points, self._of_lanes(end, policy.fill_blocks)))
+
+    def inner_ends(
+        self,
+        policy: Policy,
+        computed: Sequence[int],
+        num_heads: int,
+        block_size: int,
+        budget: Budget,
+    ) -> list[EvictionPoint]:
+        """Divide the budget of each point as that of the prompt's end."""
+        return self._allocator(num_heads).ends(policy, computed, num_heads, block_size, budget)
+
+    def _allocator(self, num_heads: int) -> SharesAllocator:
+        shares = (1.0,) * num_heads
         if self.scores is not None:
-            found = of_kv_heads(self.scores, num_lanes // len(self.scores), mean=True)
+            found = of_kv_heads(self.scores, num_heads // len(self.scores), mean=True)
             shares = tuple(found.ravel().tolist())
-        allocator = SharesAllocator(shares=shares, floor=1 - 1 / self.beta)
-        return allocator.plan(policy, prompt_len, num_lanes, block_size, budget)
+        return SharesAllocator(shares=shares, floor=1 - 1 / self.beta)
+
+    def _of_lanes(self, point: EvictionPoint, fill_blocks: bool) -> EvictionPoint:
+        """Return a point of all ranks' heads as one of the lanes that they share."""
+        keep, front, recent = (
+            self.by_rank(of_heads).max(axis=1).ravel()
+            for of_heads in (point.keep, point.front, point.recent)
+        )
+        mean = -(-int(keep.sum()) // len(keep))
+        of_lanes = point.computed, point.block_size, mean, keep, fill_blocks
+        return EvictionPoint.of(*of_lanes, front=front, recent=recent)
+
+    def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> HeadShares:
+        """Return this part for several ranks, and log what their shared tables cost."""
+        found = super().on_ranks(policy, ranks, num_kv_heads)
+        if ranks > 1 and self.scores is not None:
+            scores = of_kv_heads(self.scores, num_kv_heads, mean=True).ravel()
+            longest = found.by_rank(scores).max(axis=1).mean() / scores.mean()
+            logger.info(
+                "kv-policy %s: %d tensor-parallel ranks share block tables, each as long as the "
+                "longest head at its place of all ranks: %.2f times the budget",
+                *(policy.name, ranks, 1 + (longest - 1) / self.beta),
+            )
+        return found
 
     # Answers of a part --------------------------------------------------------------------------
 
@@ -91,15 +142,6 @@ class HeadShares(SplitHeads):
                 f"policy {policy.name!r} gives each KV head a length of its own (heads), and its "
                 f"scorer {scorer.kind!r} {reason}: choose another, such as observation_window"
             )
-        if policy.chunk.tokens:
-            raise ValueError(
-                f"policy {policy.name!r} has shares of heads, which evict at the prompt's end "
-                "alone so far: leave chunk out"
-            )
-
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Refuse prefix caching, and with it sessions and the host cache."""
-        return "bundles of blocks whose lengths are those of single heads were not tried"
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without scores."""

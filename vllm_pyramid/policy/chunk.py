@@ -75,7 +75,7 @@ class EvictionPoints(Chunk):
         """Return the policy that evicts at points and takes the tokens so far for a prompt."""
         if not self.tokens:
             return None
-        if policy.heads.splits:  # which say what is kept at points, too
+        if policy.heads.splits and not policy.heads.has_budget:  # they say what points keep, too
             return policy.model_copy(update={"fill_blocks": True, "chunk": EvictionPoints()})
         return policy.model_copy(
             update={
@@ -88,7 +88,7 @@ class EvictionPoints(Chunk):
                 "schedule": "prompt_end",
                 "chunk": EvictionPoints(),
                 "attend": "all",
-                "heads": "alike",
+                "heads": policy.heads.model_dump(),
                 "prefill": "all",
             }
         )
@@ -119,8 +119,10 @@ class EvictionPoints(Chunk):
         keep = Budget(tokens=max(inner.budget.tokens, plan.budget_tokens))
         whole = keep.tokens_for(plan.prompt_len, 0)
         points = [point for point in self.points(policy, plan.prompt_len) if point > whole]
+        of_plan = plan.num_layers, plan.block_size
+        ends = inner.heads.inner_ends(inner, points, *of_plan, keep)
         return plan.with_inner(
-            inner.allocator.ends(inner, points, plan.num_layers, plan.block_size, keep)
+            inner.allocator.ends(inner, points, *of_plan, keep) if ends is None else ends
         )
 
     # Answers of a part --------------------------------------------------------------------------

@@ -12,6 +12,7 @@ have the same bytes, and come from the same pool.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
-    from vllm_pyramid.plan import Budget, Plan
+    from vllm_pyramid.plan import Budget, EvictionPoint, Plan
     from vllm_pyramid.policy.policy import Policy
 
 
@@ -47,12 +48,41 @@ class Heads(Component):
             num_heads: query heads of a layer; None if they are not known.
         """
 
+    def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> Heads:
+        """Return this part for tensor-parallel ranks, which share the block tables of their heads.
+
+        Called in the front end, when the engine's configuration is known.
+
+        Args:
+            ranks: that have KV heads of their own; those with copies of the same heads count once.
+            num_kv_heads: of a layer, on all ranks together.
+
+        Raises:
+            ValueError: nothing would be evicted although the policy asks for it.
+        """
+        return self
+
     def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
         """Return which lanes no prompt ever evicts from, `[num_lanes]`.
 
         Their blocks stay shared behind an eviction, and the plans say so (`RetentionPlan.whole`).
         """
         return np.zeros(num_lanes, bool)
+
+    def inner_ends(
+        self,
+        policy: Policy,
+        computed: Sequence[int],
+        num_heads: int,
+        block_size: int,
+        budget: Budget,
+    ) -> list[EvictionPoint] | None:
+        """Return what each head keeps at evictions inside a prompt; None: the allocator says it.
+
+        Args:
+            policy: that evicts there. computed: tokens at each. num_heads: of the plan.
+        """
+        return None
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget

@@ -62,9 +62,9 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have the KV of the full cache; None: all of them.
 
     That count includes generated tokens. Blocks beyond `shareable_tokens` are copied into blocks
-    of the request's own, and out of them before it evicts; those of single heads are not. Where
-    prompts are computed sparsely it is the sparse part, as far as no eviction writes to it, and the
-    KV is found by its `cache_key`.
+    of the request's own, and out of them before it evicts; not where some KV heads never evict,
+    whose blocks are bundles of their own. Where prompts are computed sparsely it is the sparse
+    part, as far as no eviction writes to it, and the KV is found by its `cache_key`.
     """
     if policy.why_not_shareable is not None or plan.pieces:
         return 0
@@ -73,7 +73,8 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
         return sparse if plan.untouched is None else min(sparse, plan.untouched)
     if plan.untouched is None:
         return plan.prompt_len if policy.approximates_answers else None
-    copies = policy.copies_blocks and not policy.heads.splits
+    lasts = isinstance(plan, RetentionPlan) and plan.whole is not None and bool(plan.whole.any())
+    copies = policy.copies_blocks and not lasts
     return plan.exact_tokens if copies else plan.untouched
 
 

@@ -44,6 +44,10 @@ def test_heads_with_lengths_of_their_own_have_a_budget_or_a_mask() -> None:
     memory("duoattention").check_budget("duoattention", 384 + 32)
     with pytest.raises(ValueError, match="duoattention keeps all of a prompt of 415 tokens"):
         memory("duoattention").check_budget("duoattention", 415)
+    # At 3,200 tokens two lanes hold all, and two what they held at 2,880, with 320 more tokens;
+    # a block more where those of another prompt begin elsewhere.
+    chunked = memory("duoattention", **{"chunk.tokens": 320})
+    assert chunked.most_blocks(3200, 9) == 2 * 100 + 2 * (100 - (2880 - 384) // 32 + 1)
 
 
 def test_what_is_accumulated_is_of_each_token_and_head() -> None:

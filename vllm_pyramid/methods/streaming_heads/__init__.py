@@ -25,6 +25,7 @@ window slide on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 # As DuoAttention evaluates them, and calibrate --heads does.
 SINKS, RECENT = 128, 256
@@ -103,15 +106,18 @@ class StreamingHeads(SplitHeads):
     def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
         """Return which lanes keep everything, `[num_lanes]`: the share with the highest scores.
 
-        Without a mask they are spread evenly, which is as good for counting what is kept.
+        A lane of several ranks keeps everything if the head of any of them does. Without a mask
+        they are spread evenly, which is as good for counting what is kept.
         """
-        count = round(self.share * num_lanes)
         if self.mask is None:
+            count = round(self.share * num_lanes)
             return np.diff(np.arange(num_lanes + 1) * count // num_lanes) > 0
-        chosen = np.zeros(num_lanes, bool)
-        scores = of_kv_heads(self.mask, num_lanes // len(self.mask)).ravel()
+        num_heads = num_lanes * self.ranks
+        chosen = np.zeros(num_heads, bool)
+        scores = of_kv_heads(self.mask, num_heads // len(self.mask)).ravel()
+        count = round(self.share * num_heads)
         chosen[np.argsort(-scores, kind="stable")[:count]] = True
-        return chosen
+        return self.by_rank(chosen).any(axis=1).ravel()
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
@@ -135,6 +141,33 @@ class StreamingHeads(SplitHeads):
         return plan.with_inner(
             [point(computed, True) for computed in policy.chunk.points(policy, prompt_len)]
         )
+
+    def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> StreamingHeads:
+        """Return this part for several ranks, and log how many heads stream on all of them.
+
+        Raises:
+            ValueError: no head does, although the policy asks for it.
+        """
+        found = super().on_ranks(policy, ranks, num_kv_heads)
+        if ranks == 1 or self.mask is None:
+            return found
+        num_heads = len(self.mask) * num_kv_heads
+        streams = 1 - float(found.keeps_everything(num_heads // ranks).mean())
+        wanted = 1 - round(self.share * num_heads) / num_heads
+        if wanted and not streams:
+            raise ValueError(
+                f"policy {policy.name!r} lets {wanted:.0%} of the KV heads stream, and with "
+                f"{ranks} tensor-parallel ranks none would: ranks share block tables, so a head "
+                "streams where the heads at its place of all ranks do; lower heads.share or "
+                "--tensor-parallel-size"
+            )
+        logger.info(
+            "kv-policy %s: %.0f %% of the KV heads stream, of %.0f %% in the mask: %d "
+            "tensor-parallel ranks share block tables, so a head streams where the heads at its "
+            "place of all ranks do",
+            *(policy.name, 100 * streams, 100 * wanted, ranks),
+        )
+        return found
 
     # Answers of a part --------------------------------------------------------------------------
 
@@ -165,10 +198,6 @@ class StreamingHeads(SplitHeads):
                 "effect: leave it out; heads.share, heads.sinks, heads.recent and "
                 "heads.recent_share say what is kept"
             )
-
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Refuse sessions."""
-        return "states of which each KV head has a length of its own are not saved yet"
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without a mask, unless all heads are alike."""

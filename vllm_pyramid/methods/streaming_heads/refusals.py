@@ -24,12 +24,9 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     untried = {
         "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
-        "--tensor-parallel-size, where a lane would have to stream on each rank: leave it out": (
-            parallel.tensor_parallel_size > 1
+        "drafts of a model (--speculative-config): draft by ngram": (
+            config.speculative_config is not None and config.speculative_config.method != "ngram"
         ),
-        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size: start a server for each replica": parallel.data_parallel_size > 1,
-        "--speculative-config: leave it out": config.speculative_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}: leave it out": cache.cache_dtype not in _DTYPES,
         "vLLM's second model runner: unset VLLM_USE_V2_MODEL_RUNNER": config.use_v2_model_runner,
     }
@@ -41,8 +38,8 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
             )
     policy.heads.check_shape(
         model.get_total_num_hidden_layers(),
-        model.get_num_kv_heads(parallel),
-        model.get_num_attention_heads(parallel),
+        model.get_total_num_kv_heads(),
+        model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
     )
 
 
@@ -57,6 +54,7 @@ def check_compensation(policy: Policy, config: VllmConfig) -> None:
         "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
         "--tensor-parallel-size: leave it out": parallel.tensor_parallel_size > 1,
         "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
+        "--speculative-config: leave it out": config.speculative_config is not None,
     }
     for what, is_asked in untried.items():
         if is_asked:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy.typing as npt
+from pydantic import Field
 
 from vllm_pyramid.methods.streaming_heads.score_files import (
     ScoreFiles,
@@ -25,9 +28,18 @@ if TYPE_CHECKING:
 class SplitHeads(Heads):
     """Base class of kinds whose KV heads have lengths that scores of the model's heads say.
 
+    Tensor-parallel ranks have other heads of a layer each, and one block table for those at the
+    same place, which is as long as the longest of these heads needs it:
+
+        heads of a layer    0 1 | 2 3       rank 0 | rank 1
+        its lanes           0 and 2, 1 and 3
+
     Class attributes:
         scored: the field with the scores.
         plain: kinds that other sections must have, with which lengths of heads were tried.
+
+    Attributes:
+        ranks: tensor-parallel ranks with KV heads of their own; the engine sets it.
     """
 
     splits: ClassVar[bool] = True
@@ -40,12 +52,27 @@ class SplitHeads(Heads):
         "attend": "all",
         "prefill": "all",
     }
+    ranks: int = Field(default=1, ge=1)
 
     @property
     def head_scores(self) -> Scores | None:
         """The field `scored`."""
         found: Scores | None = getattr(self, self.scored)
         return found
+
+    def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> Self:
+        """Return this part with `ranks`; kinds check what is left then, and log it."""
+        if self.ranks not in (1, ranks):
+            raise ValueError(
+                f"heads.ranks is {self.ranks}, and {ranks} tensor-parallel ranks have KV heads of "
+                "their own: leave it out, the engine sets it"
+            )
+        return self.model_copy(update={"ranks": ranks})
+
+    def by_rank(self, of_heads: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return numbers of all KV heads, `[layers * G]`, as `[layers, ranks, lanes]`."""
+        assert self.head_scores is not None, "their layers are those of the model"
+        return of_heads.reshape(len(self.head_scores), self.ranks, -1)
 
     def check_parts(self, policy: Policy) -> None:
         """Refuse parts that would have no effect, or were not tried with lengths of heads."""
@@ -57,10 +84,14 @@ class SplitHeads(Heads):
                     + (f", but for scorer: {kind}" if section == "scorer" else "")
                 )
 
+    def why_not_resumable(self, policy: Policy) -> str | None:
+        """Refuse sessions."""
+        return "states of which each KV head has a length of its own are not saved yet"
+
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError unless the scores can be those of as many lanes."""
         if self.head_scores is not None:
-            check_lanes(f"heads.{self.scored}", self.head_scores, num_layers)
+            check_lanes(f"heads.{self.scored}", self.head_scores, num_layers * self.ranks)
 
     def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
         """Raise ValueError unless the scores are for a model of this shape."""

@@ -41,8 +41,11 @@ class PolicyMemory:
     @cached_property
     def _block_sizes(self) -> npt.NDArray[np.int32]:
         """`[layers]` tokens of a block; of all KV heads, where these have tables of their own."""
-        lanes = self.policy.heads.lanes(self.shape.kv_heads)
-        return self.policy.block_sizes(self.shape.layers * lanes, BLOCK_SIZE * lanes)
+        return self.policy.block_sizes(self.shape.layers * self._lanes, BLOCK_SIZE * self._lanes)
+
+    @property
+    def _lanes(self) -> int:
+        return self.policy.heads.lanes(self.shape.kv_heads)
 
     def most_blocks(self, prompt_len: int, output_len: int) -> int:
         """Return the blocks that the pool must have for such a request, summed over the layers.
@@ -51,7 +54,8 @@ class PolicyMemory:
         """
         if self.policy.inner_policy is None:
             return int((-(-(prompt_len + output_len) // self._block_sizes)).sum())
-        inside = peak_blocks_up_to(self.policy, prompt_len, self.shape.layers, BLOCK_SIZE)
+        lanes, block_size = self.shape.layers * self._lanes, BLOCK_SIZE * self._lanes
+        inside = peak_blocks_up_to(self.policy, prompt_len, lanes, block_size)
         return max(int(inside.sum()), self._most_after(self._plan(prompt_len), output_len))
 
     def _most_after(self, plan: RetentionPlan, output_len: int) -> int:
