@@ -36,6 +36,7 @@ from vllm_pyramid.kernels.records import (
     WindowBatch,
 )
 from vllm_pyramid.kernels.triton import functions as triton_ops
+from vllm_pyramid.kernels.triton import lanes as triton_lanes
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).
@@ -264,6 +265,13 @@ def call_everything(case: Case) -> None:
         triton_ops.compact(fp8, fp8.clone(), table, kept, lens, keeps)
     triton_ops.shift_block_tables_(table[None], ints(0, 0)[None], block, table.shape[1])
     triton_ops.effective_lens(lens.clone(), lens, ints(0, 0), block)
+    lanes, places = table.repeat(heads, 1)[None], torch.zeros(1, 64 * heads, dtype=torch.int64)
+    skips, starts = torch.zeros(1, 2 * heads, dtype=torch.int32), ints(0, 1, 2)
+    triton_lanes.gather_lanes(
+        lanes, skips.clone(), table[None].repeat(1, 1, heads), skips, lens, heads * block, 1
+    )
+    triton_lanes.lane_rows(torch.zeros(2 * heads + 1, dtype=torch.int32), places[0], starts, heads)
+    triton_lanes.lane_slots(places, table[None], starts, lens, heads, heads * block, 0)
 
 
 def summarise_and_select(

@@ -50,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MATRIX = (
     "check_attention.py",
     "check_fp8.py",
+    "check_lanes.py",
     "check_mass.py",
     "check_moves.py",
     "check_page_selection.py",
@@ -118,11 +119,13 @@ def start_stages() -> list[Stage]:
     """Plain starts; the policies of all kinds are served in turn."""
     core = "VLLM_ENABLE_V1_MULTIPROCESSING"
     start = ("gpu_engines.py", "start")
+    # KV heads with lengths of their own are not served by several ranks.
+    on_two = (*start, "--policies", "none,full,pyramidkv,xkv,h2o,pyramidinfer,select")
     on_host = (*start, "--policies", "none,full,kcache,snapkv+host", "--swap-space", "2")
     return [
         Stage("start-in-process", 900, start, ((core, "0"),), memory_gib=16),
         Stage("start-own-core", 900, start, ((core, "1"),), memory_gib=16),
-        Stage("start-tp2", 900, (*start, "--tensor-parallel", "2"), memory_gib=16, devices=2),
+        Stage("start-tp2", 900, (*on_two, "--tensor-parallel", "2"), memory_gib=16, devices=2),
         Stage("sync-check", 900, start, (("VLLM_GPU_SYNC_CHECK", "error"),), memory_gib=16),
         Stage("host-values", 600, on_host, ((core, "0"),), memory_gib=16),
         Stage("host-values-sync", 600, on_host, (("VLLM_GPU_SYNC_CHECK", "error"),), memory_gib=16),

@@ -25,10 +25,13 @@ RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.mo
 
 LLAMA = ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64})
 LENGTHS = [600, 599, 512, 333, 256, 200]
+POLICIES = ("none", "full", "pyramidkv", "xkv", "h2o", "pyramidinfer", "select", "duoattention")
 TOP_N = 16  # keys whose V is fetched from the host
-# Half of the layers thin, in pieces that find room in a step beside all that decode.
 # Of each token behind a prompt: 8 pages of 13 to 38.
 SELECTS = {"budget": 128, "min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
+# One of two KV heads in each of four layers keeps 64 tokens of a prompt, the other everything.
+STREAMS = {"mask": [[1.0, 0.0]] * 4, "heads.sinks": 16, "heads.recent": 48}
+# Half of the layers thin, in pieces that find room in a step beside all that decode.
 THINS = {"piece_tokens": 256, "min_context": 16, "decay_ratio": 0.5}
 
 
@@ -42,7 +45,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
-    """`none`, `full`, `pyramidkv`, `xkv` and `h2o` on a small random Llama, one after the other.
+    """`none`, `full` and policies of several kinds on a small random Llama, one after the other.
 
     Args:
         backend: of attention; None leaves the choice to vLLM.
@@ -67,6 +70,11 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
         "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": budget},
         "xkv": {"kv_policy": "xkv", "kv_budget": budget},
         "h2o": {"kv_policy": "h2o", "kv_budget": budget, "kv_policy_args": {"interval": 16}},
+        "duoattention": {
+            "kv_policy": "duoattention",
+            "kv_min_tokens": None,
+            "kv_policy_args": STREAMS,
+        },
     }
     outcomes: dict[str, list[Any]] = {}
     blocks_in_decode: dict[str, int] = {}
@@ -125,7 +133,8 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
         blocks_in_decode["pyramidkv"] < blocks_in_decode["full"] / 2,
         f"eviction freed too few blocks: {blocks_in_decode}",
     )
-    for name in ("pyramidkv", "xkv", "h2o"):  # each prompt is attended to in full before that
+    # Each prompt is attended to in full before its first token.
+    for name in ("pyramidkv", "xkv", "h2o", "duoattention"):
         agreement(answers["full"], answers[name], tolerance, first=1)
     for outcome in outcomes["xkv"]:
         require("solved_tokens" in outcome.report, f"no lengths were solved: {outcome.report}")
@@ -138,6 +147,14 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
     require(
         blocks_in_decode["h2o"] < blocks_in_decode["full"] / 2,
         f"evictions during generation freed too few blocks: {blocks_in_decode}",
+    )
+    for outcome in outcomes["duoattention"]:
+        kept, length = outcome.report["kept_tokens"], len(outcome.job.prompt)
+        whole = sum(tokens == length for tokens in kept)
+        require(whole == len(kept) // 2, f"of {length} tokens, heads keep {kept}")
+    require(
+        blocks_in_decode["duoattention"] < blocks_in_decode["full"] * 0.8,
+        f"heads that stream freed too few blocks: {blocks_in_decode}",
     )
     return result
 
@@ -190,6 +207,8 @@ def run_start(
                 own = {"kv_min_tokens": 0, "kv_policy_args": THINS}
             if policy == "h2o":
                 own["kv_policy_args"] = {"interval": 16}
+            if policy == "duoattention":
+                own = {"kv_policy_args": STREAMS}
             if policy == "select":
                 own = {"kv_policy_args": {"attend": SELECTS}}
             if on_host:  # fewer keys than the prompts have, and than are left of them
@@ -253,7 +272,7 @@ def main() -> int:
     engine.add_argument("--runner", required=True, choices=tuple(RUNNERS))
     engine.add_argument("--out", type=Path, required=True)
     start = stages.add_parser("start")
-    start.add_argument("--policies", default="none,full,pyramidkv,xkv,h2o,pyramidinfer,select")
+    start.add_argument("--policies", default=",".join(POLICIES))
     start.add_argument("--tensor-parallel", type=int, default=1)
     start.add_argument("--swap-space", type=float, help="GiB of host memory, for kcache and +host")
     start.add_argument("--out", type=Path, required=True)

@@ -170,7 +170,7 @@ class BackEnd:
         if self.shifted is not None:
             for table, layer in zip(self.shifted.tables, own, strict=True):
                 table[: len(names)] = layer
-            StepTables.shift(self, lens, step, computed + tokens)  # type: ignore[arg-type]
+            StepTables.shift(self, lens, starts, step, computed + tokens)  # type: ignore[arg-type]
         self.outs, self.queries, self.before = [], [], []
         for layer, impl in enumerate(self.impls):
             count = int(tokens.sum())

@@ -20,11 +20,16 @@ from tests.plans import THINS
 from tests.plumbing.stand_ins import LateCopies
 from tests.pretended_device import data_of
 from tests.steps import make_call, make_context
+from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.attention.deferred import DeferredEviction
+from vllm_pyramid.attention.head_lanes import HeadLanes
+from vllm_pyramid.attention.lane_tables import LaneTables
 from vllm_pyramid.attention.layer_context import LayerContext, own_inputs
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -36,6 +41,17 @@ from vllm_pyramid.worker.step_tables import StepTables
 
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
 STEP_TOKENS = 1 << 12
+# Budgets and settings of policies that give each KV head a length: one head of each layer, and of
+# all layers one, keeps everything; shares of each head.
+MASK = [[0.9, 0.1], [0.2, 0.8]]
+SPLITS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "duoattention": (None, {"mask": MASK, "heads.sinks": 8, "heads.recent": 24}),
+    "razorattention": (
+        None,
+        {"mask": MASK, "heads.recent": 16, "share": 0.25, "heads.compensate": False},
+    ),
+    "headkv": ("40", {"scores": MASK, "window": 8}),
+}
 
 
 class Host:
@@ -119,6 +135,30 @@ class InnerLlama(torch.nn.Module):
         self.model = object.__new__(LlamaModel)
 
 
+class StockImpl:
+    """Attends as vLLM's implementations do, by a worker's attention."""
+
+    worker: Worker
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any
+    ) -> None:
+        batch = AttentionBatch(
+            *(query, cache[..., :SIZE], cache[..., SIZE:], metadata.block_table),
+            *(metadata.query_start_loc, metadata.seq_lens, metadata.kv_no_skips),
+        )
+        self.worker.attention(output, batch, Softmax(SIZE**-0.5))
+
+
+class LanesImpl(PyramidImplMixin, StockImpl):
+    """Ours over it, for layers whose KV heads have tables of their own."""
+
+    num_heads, num_kv_heads = HEADS, KV_HEADS
+
+    def __init__(self, worker: Worker, context: LayerContext) -> None:
+        self.worker, self.context = worker, context
+
+
 class Worker:
     """The steps of a worker whose attention reads shifted tables.
 
@@ -151,14 +191,19 @@ class Worker:
         self.ops = kernels(device) if copies else reference
         self.attention = device.launch(vllms_attention) if copies else vllms_attention
         self.layers = 4 if policy.attends or policy.allocator.thins_prompts else LAYERS
+        # KV heads with tables of their own: a block has the tokens of one of them.
+        self.lanes = KV_HEADS if policy.heads.splits else 1
         sizes = [
-            BLOCK if policy.values.on_device(layer) else 2 * BLOCK for layer in range(self.layers)
+            self.lanes * BLOCK if policy.values.on_device(layer) else 2 * BLOCK
+            for layer in range(self.layers)
         ]
         self.longest = -(-(max(prompts.values()) + answer) // BLOCK) * BLOCK
-        shapes = [(-(-self.longest // size), size) for size in sizes]
-        width = self.longest // BLOCK
+        shapes = [(self.lanes * -(-self.longest // size), size) for size in sizes]
+        width = max(width for width, _ in shapes)
         blocks = self.layers * len(prompts) * width + 1
-        self.tracker = EvictionTracker(policy, self.layers, max(sizes), len(prompts) + 1)
+        self.tracker = EvictionTracker(
+            policy, self.layers * self.lanes, max(sizes), len(prompts) + 1
+        )
         self.copies = LateCopies() if not policy.copies_blocks and copies else None
         context = make_context(
             self.layers,
@@ -198,7 +243,16 @@ class Worker:
         self.hooks = self.tracker.hooks = MethodHooks([*policy.worker_hooks(context), *own])
         for hooks in self.hooks.cache:
             hooks.allocate(blocks)
-        self.shifted = ShiftedTables(slice(0, self.layers), len(prompts), shapes, device.device)
+        self.shifted: Any = ShiftedTables(
+            slice(0, self.layers), len(prompts), shapes, device.device
+        )
+        lanes = None
+        if policy.heads.splits:
+            lanes = HeadLanes(self.lanes, max(sizes))
+            self.shifted = LaneTables(
+                *(slice(0, self.layers), self.lanes, len(prompts), STEP_TOKENS),
+                *(width, max(sizes), device.device),
+            )
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
@@ -209,6 +263,7 @@ class Worker:
             LayerContext(
                 *(self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred),
                 output=output,
+                lanes=lanes,
             )
             for layer in range(self.layers)
         ]
@@ -236,6 +291,8 @@ class Worker:
         cache = self.cache[layer]
         if not self.tracker.policy.values.on_device(layer):
             cache = cache.view(*cache.shape[:2], 2 * BLOCK, SIZE)
+        if self.tracker.policy.heads.splits:
+            cache = cache.view(len(cache), 1, KV_HEADS * BLOCK, 2 * SIZE)
         whole: torch.Tensor = self.device.put(cache)
         return whole
 
@@ -243,6 +300,56 @@ class Worker:
         """Return all V on the host."""
         caches = [data_of(c.values) for c in self.contexts if c.values is not None]
         return caches[0] if caches else None
+
+    def _step_in_lanes(
+        self,
+        context: LayerContext,
+        step: Any,
+        starts: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+    ) -> None:
+        """One layer whose KV heads have tables of their own, by the back end's own code."""
+        put, lanes, layer = self.device.put, context.lanes, context.layer
+        assert lanes is not None
+        tokens, cache = len(query), self.kv_cache(layer)
+        slots = self.shifted.slots_of(layer, tokens)
+        caches = cache[..., :SIZE], cache[..., SIZE:]
+        rows = (lanes.as_one_head(put(part)) for part in (key, value))
+        self.ops.reshape_and_cache(*rows, *caches, slots)
+        most_queries = int(step.scheduled.max())
+        metadata: Any = SimpleNamespace(
+            num_reqs=len(starts) - 1,
+            num_actual_tokens=tokens,
+            query_start_loc=starts,
+            slot_mapping=range(tokens),  # vLLM's, which are not read
+            max_query_len=most_queries,
+        )
+        self.shifted.describe(metadata, layer)
+        metadata.block_table = metadata.block_table_tensor
+        metadata.kv_no_skips = self.shifted.no_skips[: metadata.num_reqs]
+        metadata.kv_order = self.shifted.order_of(metadata)
+        assert (metadata.kv_order is None) == (most_queries == 1)
+        out = torch.full_like(query, torch.nan)
+        LanesImpl(self, context).attend_in_lanes(None, put(query), cache, metadata, put(out))
+        self.outs.append(out)
+        call = make_call(
+            metadata.block_table,
+            layer=layer,
+            ops=self.ops,
+            query=put(query),
+            caches=caches,
+            starts=metadata.query_start_loc,
+            lens=metadata.seq_lens,
+            skips=metadata.kv_no_skips,
+            scale=SIZE**-0.5,
+            rotary=context.rotary,
+            output=context.output,
+            offsets=self.shifted.skips[layer, : metadata.num_reqs],
+        )
+        maxima = {"max_query_len": most_queries, "max_seq_len": metadata.max_seq_len}
+        context.after_attention(replace(call, batch=replace(call.batch, **maxima)), put(out))
 
     def step(self, scheduled: dict[str, int]) -> None:
         put, names = self.device.put, list(scheduled)
@@ -261,11 +368,11 @@ class Worker:
             data_of(table)[:rows] = layer[:, : table.shape[1]]  # as vLLM fills them
         lens = torch.from_numpy(computed + tokens)
         tables: Any = SimpleNamespace(shifted=self.shifted)
-        StepTables.shift(tables, put(lens), step, computed + tokens)
         layout = step.layout
         entered = put(torch.arange(int(tokens.sum())))
         starts = torch.zeros(rows + 1, dtype=torch.int32)
         starts[1:] = torch.from_numpy(tokens).cumsum(0)
+        StepTables.shift(tables, put(lens), put(starts), step, computed + tokens)
         assert self.shifted.max_lens is not None
         for layer, context in enumerate(self.contexts):
             cache, elsewhere = self.kv_cache(layer), context.values is not None
@@ -292,6 +399,9 @@ class Worker:
                 row = names.index(self.spoiled)
                 ends = np.cumsum(tokens) if layout is None else layout.query_starts[layer, 1:]
                 key[ends[row - 1] if row else 0 : ends[row]] = torch.nan
+            if context.lanes is not None:
+                self._step_in_lanes(context, step, put(starts), key, value, query)
+                continue
             own_slots = self.slots[layer][: len(slots)].copy_(slots)
             written = context.slots(put(own_slots))
             given = value.clone()
@@ -349,6 +459,9 @@ def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
         twin = getattr(triton_tables, f"{name}_reference{'_' if name.endswith('tables') else ''}")
         mine = f"{name}{'_' if name.endswith('tables') else ''}"
         monkeypatch.setattr(triton_tables, mine, device.launch(twin))
+    for name in ("gather_lanes", "lane_rows", "lane_slots"):
+        twin = getattr(triton_lanes, f"{name}_reference")
+        monkeypatch.setattr(triton_lanes, name, device.launch(twin))
 
 
 def thins_generated() -> Policy:
@@ -364,8 +477,11 @@ def policies() -> list[Policy]:
     found = []
     for name in policy_names():
         policy = load_policy(name)
-        if policy.heads.splits:
+        if not policy.heads.on_cuda:
             continue  # refused there
+        if policy.heads.splits:
+            found.append(load_policy(name, *SPLITS[name]))
+            continue
         if getattr(policy.attend, "scorer", None) is not None:
             part = policy.attend
             if part.scorer.needs_queries:

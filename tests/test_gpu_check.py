@@ -336,5 +336,6 @@ def test_starts_as_users_start(script: ModuleType) -> None:
     assert stages["start-tp2"].arguments[-2:] == ("--tensor-parallel", "2")
     source = (ROOT / "scripts" / "gpu_engines.py").read_text()
     start = source[source.index("def run_start") : source.index("def main")]
-    assert 'default="none,full,pyramidkv,xkv,h2o,pyramidinfer,select"' in source
+    assert 'default=",".join(POLICIES))' in source and '"select", "duoattention")' in source
+    assert "duoattention" not in stages["start-tp2"].arguments[-3]  # refused on several ranks
     assert "kv_cache_memory_bytes" not in start and "jit_monitor_mode" in start

@@ -148,6 +148,5 @@ def test_layers_share_the_lanes_of_a_step() -> None:
 def test_attention_without_lanes_is_refused() -> None:
     with pytest.raises(ValueError, match="has no block tables of single KV heads"):
         check_lanes("layers.0", SimpleNamespace())
-    softmax = Softmax(1.0, sinks=torch.zeros(2))
     with pytest.raises(ValueError, match="learned sinks"):
-        check_lanes("layers.0", SimpleNamespace(serves_lanes=True, softmax=softmax))
+        check_lanes("layers.0", SimpleNamespace(serves_lanes=True, sinks=torch.zeros(2)))

@@ -93,6 +93,16 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_budget": 44,
         "kv_policy_args": {"attend": {**ATTEND, "budget": 48, "sinks": 0}, "window": 16},
     },
+    # Blocks of 32 tokens of one KV head; one head of each layer keeps 16 tokens, and fills them.
+    "heads": {
+        "kv_policy": "duoattention",
+        "kv_min_tokens": None,
+        "kv_policy_args": {
+            "mask": [[0.9, 0.1], [0.2, 0.8]],
+            "heads.sinks": 4,
+            "heads.recent": 12,
+        },
+    },
     # Pieces of 48 tokens, of which the upper layers hold 48, 32 and 16.
     "thinned": {
         "kv_policy": "pyramidinfer",
@@ -116,7 +126,7 @@ ENGINES = {
         "2",
         "interpreter",
         "vllm_pyramid.attention.backend_cpu",
-        ("pyramidkv", "kcache", "thinned"),
+        ("pyramidkv", "kcache", "thinned", "heads"),
     ),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
@@ -124,7 +134,7 @@ ENGINES = {
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away", "thinned", "both"),
+        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away", "thinned", "both", "heads"),
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
@@ -132,11 +142,11 @@ ENGINES = {
     ),
     "full-graphs": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
-        ("pyramidkv", "drafts", "kcache", "away", "thinned", "select"),
+        ("pyramidkv", "drafts", "kcache", "away", "thinned", "select", "heads"),
     ),
     "decode-graphs": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "h2o"),
+        ("pyramidkv", "h2o", "heads"),
     ),
 }
 # vLLM's mode of CUDA graphs, where there are stand-ins for them.
@@ -264,7 +274,8 @@ def test_runner(
     cached = [output["cached"] for output in result["outputs"]]
     # V on the host is not copied, so what an eviction overwrites is gone.
     # Inside prompts the first eviction is at 32 tokens, with a window of 8.
-    of_prefix = {"h2o": 0, "inside": 16, "away": 0, "thinned": 0}
+    # A head's survivors lie behind the first block, which was not overwritten.
+    of_prefix = {"h2o": 0, "inside": 16, "away": 0, "thinned": 0, "heads": 32}
     assert cached == [0, 0, 0, of_prefix.get(policy, 64)]
     outputs = [(output["token_ids"], output["report"]) for output in result["outputs"]]
     assert outputs == expected[policy]
@@ -293,6 +304,8 @@ def _check_graphs(mode: str, policy: str, counts: dict[str, int]) -> None:
     assert counts["captures"] == (2 if policy == "drafts" else 3)
     assert counts["profiled captures"] == 2
     assert counts["full replays"] > 1
+    if policy == "heads" and "flash attention" in counts:
+        assert counts["flash attention, one KV head"] >= counts["flash attention"] > 1
     # Prompts, whose attention is called between the pieces, and evicts.
     assert (counts.get("piecewise calls", 0) > 0) == (mode == "FULL_AND_PIECEWISE")
 
@@ -317,6 +330,9 @@ def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:
         # 70 tokens keep 38 and give back 32; at 74 tokens 16 more go.
         assert reports[0]["computed_tokens"] == 74 and reports[0]["kept_tokens"] == [26, 26]
         assert reports[3]["computed_tokens"] == 100 and reports[3]["kept_tokens"] == [36, 36]
+    if policy == "heads":
+        assert reports[0]["kept_tokens"] == [70, 38, 38, 70]
+        assert reports[3]["kept_tokens"] == [100, 36, 36, 100]
     if policy in ON_HOST:
         assert all(report["v_bytes_written"] > 0 for report in reports)
     if policy == "kcache":

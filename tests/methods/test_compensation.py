@@ -322,16 +322,17 @@ def test_razor_attention_compensates_and_duo_attention_does_not() -> None:
         ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
         ("--pipeline-parallel-size", {"pipeline_parallel_size": 2}),
         ("--speculative-config", {"speculative_config": object()}),
+        ("vLLM's second model runner", {"use_v2_model_runner": True}),
     ],
 )
 def test_configurations_that_were_not_tried(flag: str, changes: dict[str, Any]) -> None:
     policy = load_policy("razorattention")
 
     def config(**changed: Any) -> Any:
-        plain = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "speculative_config": None}
-        parts = {**plain, **changed}
-        drafts = parts.pop("speculative_config")
-        return SimpleNamespace(parallel_config=SimpleNamespace(**parts), speculative_config=drafts)
+        plain = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        parallel = {key: changed.pop(key, value) for key, value in plain.items()}
+        rest = {"speculative_config": None, "use_v2_model_runner": False, **changed}
+        return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), **rest)
 
     refusals.check_compensation(policy, config())
     with pytest.raises(ValueError, match=f"compensation tokens .* not tried with {flag}"):

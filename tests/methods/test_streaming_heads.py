@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.methods.kvpress_presses import _import
-from vllm_pyramid.methods.streaming_heads import StreamingHeads
+from vllm_pyramid.methods.streaming_heads import StreamingHeads, refusals
 from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES
 from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
@@ -354,36 +354,65 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         unknown.check_hybrid()
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value", "message"),
-    [
-        ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
-        ("", "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
-        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
-    ],
-)
-def test_configurations_that_were_not_tried(
-    section: str, name: str, value: Any, message: str
-) -> None:
+def make_config() -> Any:
     model = SimpleNamespace(
         get_total_num_hidden_layers=lambda: 3,
         get_total_num_kv_heads=lambda: 2,
         get_num_attention_heads=lambda parallel: 4,
     )
-    config: Any = SimpleNamespace(
+    return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         additional_config={},
         use_v2_model_runner=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
+        ("", "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
+    ],
+)
+def test_configurations_that_were_not_tried(
+    section: str, name: str, value: Any, message: str
+) -> None:
+    config = make_config()
     policy = streaming(mask=MASK)
     policy.heads.check_config(policy, config)
     config.speculative_config = SimpleNamespace(method="ngram")
     policy.heads.check_config(policy, config)
     setattr(getattr(config, section) if section else config, name, value)
     with pytest.raises(ValueError, match=f"was not tried with .*{message}"):
+        policy.heads.check_config(policy, config)
+
+
+def test_what_was_not_rehearsed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cuda"))
+    policy, config = streaming(mask=MASK), make_config()
+    policy.heads.check_config(policy, config)
+    config.speculative_config = SimpleNamespace(method="ngram")
+    with pytest.raises(ValueError, match="not tried on CUDA devices together with --speculative"):
+        policy.heads.check_config(policy, config)
+    config.speculative_config, config.additional_config = None, {"kv_trace": "folder"}
+    with pytest.raises(ValueError, match="not tried on CUDA devices together with --kv-trace"):
+        policy.heads.check_config(policy, config)
+    config.additional_config, config.parallel_config.tensor_parallel_size = {}, 2
+    with pytest.raises(ValueError, match="not tried on CUDA devices together with --tensor"):
+        policy.heads.check_config(policy, config)
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cpu"))
+    policy.heads.check_config(policy, config)
+    config.use_v2_model_runner = True
+    with pytest.raises(ValueError, match="second model runner together with --tensor"):
+        policy.heads.check_config(policy, config)
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(StreamingHeads, "on_cuda", False)  # as of a new kind
+    with pytest.raises(ValueError, match="of kind 'streaming', which was not rehearsed on CUDA"):
         policy.heads.check_config(policy, config)
 
 

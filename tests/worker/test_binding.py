@@ -18,8 +18,9 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin
 from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
+from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin
+from vllm_pyramid.attention.lane_tables import LaneTables
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.accumulated.gather import KeyMass
@@ -57,6 +58,8 @@ def served(policy: str, **settings: Any) -> dict[str, Any]:
 class OurImpl:
     context = None
     alibi_slopes: Any = None
+    serves_lanes = True
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def called_hooks(cls, policy: Policy) -> frozenset[str]:
@@ -119,12 +122,13 @@ class Runner(RunnerAdapter, StockRunner):
         policy: str = "pyramidkv",
         kv_trace: str | None = None,
         heads: Sequence[int] = (2, 2, 2),
+        args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(heads)
         self.device = torch.device("cpu")
         self.kv_caches: list[torch.Tensor] = []  # read where there is a host cache alone
         self.layers = {name: SimpleNamespace(impl=OurImpl()) for name in NAMES}
-        budget = None if policy == "full" else 64
+        budget = None if policy in ("full", "duoattention") else 64
         self.vllm_config = SimpleNamespace(  # type: ignore[assignment]
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             speculative_config=None,
@@ -134,7 +138,9 @@ class Runner(RunnerAdapter, StockRunner):
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=512),
             max_concurrent_batches=1,
-            additional_config=served(policy, kv_budget=budget, kv_trace=kv_trace),
+            additional_config=served(
+                policy, kv_budget=budget, kv_trace=kv_trace, kv_policy_args=args
+            ),
         )
         assert list(self.get_kv_cache_spec()) == self.own
 
@@ -145,7 +151,7 @@ class Runner(RunnerAdapter, StockRunner):
         return self.tables_class(self)
 
     @property
-    def shifted(self) -> ShiftedTables | None:
+    def shifted(self) -> ShiftedTables | LaneTables | None:
         return self.pyramid.tables.shifted
 
 
@@ -366,6 +372,28 @@ def test_tables_are_as_large_as_is_said(
     expected = tables + 3 * (2 * ROWS * 4) + 3 * 512 * 8
     assert Runner(policy).pyramid.memory.table_bytes() == expected
     assert (TablesV1.tensors_per_group, TablesV2.tensors_per_group) == (1, 2)
+
+
+STREAMS = {"mask": [[1.0, 0.0]] * 3}
+
+
+def test_heads_with_tables_of_their_own_get_a_second_tensor() -> None:
+    runner = Runner("duoattention", args=STREAMS)
+    runner.initialize_kv_cache(make_groups(order=(2, 0, 1)))
+    shifted, memory = runner.shifted, runner.pyramid.memory
+    assert isinstance(shifted, LaneTables) and shifted.lanes == 2
+    for group, layer in enumerate((2, 0, 1)):
+        assert runner.tables[group].data_ptr() == shifted.tables[layer].data_ptr()
+    lanes = 3 * ROWS * 2
+    assert shifted.lane_tables.shape == (3, ROWS * 2, WIDTH // 2)
+    assert shifted.slots.shape == (3, 512 * 2) and shifted.lens.shape == (3, ROWS * 2)
+    filled = 2 * 3 * ROWS * 64 * 4
+    expected = filled + 2 * lanes * 4 + 3 * 512 * 8
+    assert memory.table_bytes() == expected  # of the CPU, which has no second tensor
+    memory._device = torch.device("cuda")
+    of_tensors = 4 * lanes * 32 + 8 * shifted.slots.numel() + 8 * shifted.order.numel()
+    starts = 4 * len(shifted.query_starts)
+    assert memory.table_bytes() == expected + of_tensors + starts
 
 
 def test_vllm_still_makes_so_many_tables() -> None:

@@ -24,7 +24,7 @@ from tests.shifted_worker import (
     Worker,
     launch_tables,
 )
-from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin
+from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin
 from vllm_pyramid.compat import thin_forward
 from vllm_pyramid.compat.runner_v1 import RunnerV1Points
 from vllm_pyramid.methods.thinning.worker import Thinner

@@ -21,6 +21,7 @@ from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies, vllms_atte
 from vllm_pyramid.attention import backend_cuda
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.kernels.triton import functions as triton_ops
+from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy, load_policy
@@ -64,7 +65,7 @@ class Launched(Host):
         if function is vllms_attention:
             return function
         name = function.__name__.replace("_reference", "")
-        kernel = getattr(triton_ops, name)
+        kernel = getattr(triton_ops, name, None) or getattr(triton_lanes, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if name != "reshape_and_cache":  # vLLM's own does that
@@ -82,12 +83,16 @@ def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Host) -> None:
     for name in ("shift_block_tables_", "effective_lens"):
         twin = f"{name}reference_" if name.endswith("_") else f"{name}_reference"
         monkeypatch.setattr(triton_tables, name, device.launch(getattr(triton_tables, twin)))
+    for name in ("gather_lanes", "lane_rows", "lane_slots"):
+        twin = getattr(triton_lanes, f"{name}_reference")
+        monkeypatch.setattr(triton_lanes, name, device.launch(twin))
 
 
 def make_worker(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Worker:
     device = Launched()
     worker = Worker(policy, device, PROMPTS)
     monkeypatch.setattr(backend_cuda, "get_ops", lambda device_type: worker.ops)
+    launch_tables(monkeypatch, device)
     return worker
 
 
@@ -143,6 +148,9 @@ def test_no_key_comes_up_while_serving(
     serve(worker)
     assert worker.evictions > 3 or not policy.evicts
     assert keys - compiled == set()
+    names = ("gather_lanes_kernel", "lane_rows_kernel", "lane_slots_kernel")
+    launched = [any(key.startswith(name) for key in compiled) for name in names]
+    assert launched == [policy.heads.splits] * 3
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "h2o"])

@@ -130,6 +130,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size = head_size
+        self.sinks = sinks
         self.scale = float(scale)
         self.softmax = Softmax(
             self.scale,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's CUDA attention backends need so that every layer reads its own, shorter table.
+"""Attention over every layer's own, shorter table, in front of vLLM's CUDA attention backends.
 
-`PyramidBuilderMixin` and `PyramidImplMixin` go in front of a stock builder and implementation:
-`backend_flash.py` and `backend_triton.py` are those. The kernels themselves are vLLM's.
+`PyramidImplMixin` goes in front of a stock implementation, as `PyramidBuilderMixin` of
+`cuda_metadata.py` does in front of its builder: `backend_flash.py` and `backend_triton.py` are
+those. The kernels themselves are vLLM's.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ import copy
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from vllm_pyramid.attention.cache_parts import CacheParts, parts_of_scaled_rows
+from vllm_pyramid.attention.lane_tables import LaneTables
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext, own_inputs
 from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.compat.cache_specs import scales_of
 from vllm_pyramid.kernels import get_ops
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
-from vllm_pyramid.policy.planning import can_evict_after
 from vllm_pyramid.policy.policy import Policy
-from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import LAYER_HOOKS
 
@@ -42,106 +41,34 @@ def metadata_of(inputs: AttentionInputs, metadata: Any) -> Any:
     return chosen
 
 
-class PyramidBuilderMixin:
-    """Hands the layer's shifted table and length to the stock builder.
-
-    Attributes:
-        reads_shifted_tables: the stock kernels know nothing of skips (see `shifted_tables.py`).
-        context: set by the model runner for layers that evict; other layers read vLLM's tables.
-    """
-
-    supports_update_block_table = False
-    reads_shifted_tables = True
-    context: LayerContext | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._of_replays: dict[tuple[int, int], Any] = {}
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return which steps may be graphs: decode steps of one token, or of one and its drafts.
-
-        An eviction is Python, which a graph leaves out. None at all where a policy works in every
-        step, or attends by itself; vLLM then runs attention between piecewise graphs, or says
-        that the mode which was asked for cannot be. With drafts the last chunk of a prompt is
-        longer than a decode step; a short prompt might look like one, and must be one that is not
-        evicted.
-        """
-        settings = ServedSettings.of(vllm_config)
-        one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        if settings is None:
-            return one
-        if settings.policy.works_in_every_step or settings.policy.attends:
-            return AttentionCGSupport.NEVER
-        if not settings.num_drafts:
-            return one
-        stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
-        layers = getattr(kv_cache_spec, "num_layers", None)  # None: it never evicts
-        if layers is not None and can_evict_after(
-            settings.policy, settings.num_drafts + 1, layers, kv_cache_spec.block_size
-        ):
-            return one
-        return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> Any:
-        """Return the stock metadata over this layer's table.
-
-        `fast_build` leaves out FlashAttention's ahead-of-time schedule, which would be computed
-        once a layer instead of once a step.
-        """
-        context = self.context
-        if context is None:  # a layer that does not evict
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
-            metadata.kv_step = None
-            return metadata
-        assert context.shifted is not None, "the layer was not bound"
-        shifted = context.shifted
-        shape = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
-        if shifted.replays and shape in self._of_replays:
-            return self._of_replays[shape]
-        place = shifted.place(context.layer)
-        common = copy.copy(common_attn_metadata)
-        common.block_table_tensor = shifted.tables[place][: common.num_reqs]
-        common.seq_lens = shifted.lens[place, : common.num_reqs]
-        if shifted.max_lens is not None:
-            # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
-            # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
-            common.max_seq_len = int(shifted.max_lens[place])
-        if (layout := context.step.layout) is not None:
-            starts = layout.query_starts[context.layer]
-            common.query_start_loc = layout.starts_on(context.layer, common.seq_lens.device)
-            common.query_start_loc_cpu = torch.from_numpy(starts)
-            common.num_actual_tokens = int(starts[-1])
-            common.max_query_len = int((starts[1:] - starts[:-1]).max())
-        metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
-        metadata.kv_step = context.step
-        metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
-        metadata.kv_offsets = shifted.skips[place, : common.num_reqs]
-        if shifted.replays:
-            # The graph reads the tensors that it was captured with; what is built for its step is
-            # not read.
-            self._of_replays[shape] = metadata
-        return metadata
-
-
 class PyramidImplMixin:
     """Gathers and evicts after the stock attention, where the policy and the step ask for it.
 
     Attributes:
         context: set by the model runner.
+        serves_lanes: whether KV heads may have block tables of their own.
+        sinks: learned ones, `[H]`, or None.
     """
 
     context: LayerContext | ReaderContext | None = None
+    serves_lanes = True
+    sinks: torch.Tensor | None = None
+    num_heads: int
+    num_kv_heads: int
     head_size: int
     scale: float
     logits_soft_cap: float
     kv_cache_dtype: str
+    _of_one_head: Any = None
+
+    @property
+    def of_one_head(self) -> Any:
+        """The same implementation for a layer with one of its KV heads."""
+        if self._of_one_head is None:
+            self._of_one_head = copy.copy(self)
+            self._of_one_head.num_kv_heads = 1
+            self._of_one_head.num_heads = self.num_heads // self.num_kv_heads
+        return self._of_one_head
 
     @classmethod
     def called_hooks(cls, policy: Policy) -> frozenset[str]:
@@ -170,7 +97,12 @@ class PyramidImplMixin:
         Where V lies elsewhere, our own writes K, and a method writes V.
         """
         context = self.context
-        if context is not None:
+        if context is not None and context.lanes is not None:
+            # vLLM's slots are those of one table for all heads.
+            assert isinstance(context.shifted, LaneTables)
+            key, value = (context.lanes.as_one_head(rows) for rows in (key, value))
+            slot_mapping = context.shifted.slots_of(context.layer, len(slot_mapping))
+        elif context is not None:
             slot_mapping = context.slots(slot_mapping)
         if context is None or context.values is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
@@ -212,23 +144,32 @@ class PyramidImplMixin:
             output: `[T, H, D]`, written. args, kwargs: scales of fused output quantisation.
         """
 
+        is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
+
         def attend(query: torch.Tensor, metadata: Any) -> torch.Tensor:
+            if metadata is not None and context is not None and context.lanes is not None:
+                if is_fused:
+                    raise NotImplementedError(
+                        "lengths of single heads have no fused output quantisation"
+                    )
+                self.attend_in_lanes(layer, query, kv_cache, metadata, output)
+                return output
             result: torch.Tensor = super(PyramidImplMixin, self).forward(  # type: ignore[misc]
                 layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
             )
             return result
 
+        context = self.context
         if attn_metadata is None or attn_metadata.kv_step is None:
             return attend(query, attn_metadata)
-        context = self.context
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
             return attend(query, attn_metadata)
-        is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
         if (context.hooks.attend or context.hooks.correct_attention) and is_fused:
             raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
-        tokens = query[: attn_metadata.num_actual_tokens]
+        lanes = 1 if context.lanes is None else context.lanes.count
+        tokens = query[: attn_metadata.num_actual_tokens // lanes]
         # The layer's shifted row begins with the first block that it holds.
         inputs = self.call_of(
             layer,
@@ -258,6 +199,35 @@ class PyramidImplMixin:
                 result = attend(query, metadata_of(attended, attn_metadata))
         context.after_attention(own_inputs(inputs, attended), output)
         return result
+
+    def attend_in_lanes(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend by vLLM's kernel to each KV head as a request of its own.
+
+        Args:
+            layer: vLLM's. query, output: `[>= T, H, D]`. kv_cache: `[P, 1, N, 2 * D]`.
+            metadata: stock, of the lanes; `kv_order` is None where queries are in their order.
+        """
+        context = self.context
+        assert context is not None and context.lanes is not None
+        tokens = metadata.num_actual_tokens // context.lanes.count
+        rows = context.lanes.as_one_head(query[:tokens])
+        out = output[:tokens].view(rows.shape)
+        order, found = metadata.kv_order, out
+        if order is not None:
+            rows, found = rows.index_select(0, order), torch.empty_like(out)
+        # Keys and values are in the cache; those of the step are not read.
+        super(PyramidImplMixin, self.of_one_head).forward(  # type: ignore[misc]
+            layer, rows, rows, rows, kv_cache, metadata, found
+        )
+        if order is not None:
+            out.index_copy_(0, order, found)
 
     def attend_to_lists(
         self,

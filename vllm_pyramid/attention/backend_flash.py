@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +12,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_pyramid.attention.backend_cuda import (
-    PyramidBuilderMixin,
-    PyramidImplMixin,
-    metadata_of,
-)
+from vllm_pyramid.attention.backend_cuda import PyramidImplMixin, metadata_of
+from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, lanes_of
 from vllm_pyramid.attention.head_lists import single_heads
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 
@@ -25,11 +21,15 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs
 class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
     """FlashAttention's metadata over a layer's own table."""
 
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
+        """Limit the parts of a row in graphs as vLLM does: by the step's tokens, not by lanes."""
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        if (lanes := lanes_of(kv_cache_spec)) > 1 and self.max_cudagraph_size is not None:
+            self.max_cudagraph_size *= lanes
+
 
 class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
     """FlashAttention, with hooks and evictions behind it."""
-
-    _of_one_head: FlashAttentionImpl | None = None
 
     def attend_to_lists(
         self,
@@ -52,17 +52,13 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
         if not is_alone or not is_small or getattr(self, "fa4_hd256", False):
             super().attend_to_lists(layer, attended, kv_cache, metadata, output)
             return
-        if self._of_one_head is None:
-            self._of_one_head = copy.copy(self)
-            self._of_one_head.num_kv_heads = 1
-            self._of_one_head.num_heads = self.num_heads // self.num_kv_heads
         lists = single_heads(batch, kv_cache)
         chosen = metadata_of(attended, metadata)
         chosen.block_table, chosen.seq_lens = lists.block_table, lists.seq_lens
         chosen.query_start_loc, chosen.num_actual_tokens = lists.starts, len(lists.query)
         out = torch.empty_like(lists.query)
         FlashAttentionImpl.forward(
-            self._of_one_head,
+            self.of_one_head,
             layer,
             lists.query,
             lists.query,  # keys and values are in the cache, and these are not read

@@ -13,7 +13,8 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_pyramid.attention.backend_cuda import PyramidBuilderMixin, PyramidImplMixin
+from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
+from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, lanes_of
 from vllm_pyramid.compat.backend_names import SCALED_ROWS
 
 # Scratch that the builders of one device share, by name and shape; freed with the last of them.
@@ -23,14 +24,23 @@ _SCRATCH: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictiona
 class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
     """The Triton back end's metadata over a layer's own table."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         """Share one scratch between all layers, which run in turn, as with vLLM's one builder.
 
-        A layer's own would be 4 MiB of an 8B, which vLLM's memory profile does not see.
+        A layer's own would be 4 MiB of an 8B, which vLLM's memory profile does not see. Where each
+        KV head is a request of its own, rows of the scratch are split alike: as many programs run,
+        and rows are split up to the batch up to which vLLM splits them.
         """
-        super().__init__(*args, **kwargs)
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        lanes = lanes_of(kv_cache_spec)
+        if lanes > 1:
+            self.seq_threshold_3D *= lanes
+            self.max_seqs_64_segments *= lanes
+            self.num_heads_q //= lanes
         for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"):
             own = getattr(self, name)
+            if lanes > 1:
+                own = own.view(-1, own.shape[1] // lanes, *own.shape[2:])
             key = (name, own.device, own.dtype, tuple(own.shape))
             setattr(self, name, _SCRATCH.setdefault(key, own))
 

@@ -50,6 +50,8 @@ class LaneStep:
 class HeadLanes:
     """The KV heads of all layers, each with a block table of its own.
 
+    On the CPU it makes the lanes of a step; on CUDA devices `LaneTables` does.
+
     Args:
         count: G. block_size: N.
     """
@@ -162,19 +164,23 @@ class HeadLanes:
         group = batch.query.shape[1] // count
         tables = batch.block_table.unflatten(0, (-1, count))
         lens, skips = (rows.unflatten(0, (-1, count)) for rows in (batch.seq_lens, batch.skips))
-        output = inputs.output
+        output, offsets = inputs.output, inputs.offsets
+        if offsets is not None:
+            offsets = offsets.unflatten(0, (-1, count))
+        starts = batch.query_start_loc[::count] // count
         for lane in range(count):
             heads = slice(lane * group, (lane + 1) * group)
             yield replace(
                 inputs,
                 layer=inputs.layer * count + lane,
                 output=None if output is None else output[heads],
+                offsets=None if offsets is None else offsets[:, lane].contiguous(),
                 log_sum_exp=None,  # of the requests of one head, whose order is another
                 batch=replace(
                     batch,
                     query=batch.query[:, heads],
                     block_table=tables[:, lane],
-                    query_start_loc=batch.query_start_loc[::count] // count,
+                    query_start_loc=starts,
                     seq_lens=lens[:, lane].contiguous(),
                     skips=skips[:, lane].contiguous(),
                 ),

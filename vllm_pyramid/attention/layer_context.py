@@ -11,6 +11,7 @@ import torch
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.attention.head_lanes import HeadLanes
+from vllm_pyramid.attention.lane_tables import LaneTables
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
@@ -61,7 +62,7 @@ class LayerContext:
     ranks: Ranks | None = None
     rotary: Rotary | None = None
     trace: TraceWriter | None = None
-    shifted: ShiftedTables | None = None
+    shifted: ShiftedTables | LaneTables | None = None
     deferred: DeferredEviction | None = None
     values: torch.Tensor | None = None
     output: torch.Tensor | None = None

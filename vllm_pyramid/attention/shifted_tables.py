@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +136,20 @@ class ShiftedTables:
         # Only the device may know how many drafts of a decoding request were accepted.
         differences = upload(layer_lens - host_lens, seq_lens.device)
         torch.add(seq_lens, differences, out=self.lens[:, :num_rows])
+
+    def describe(self, common: Any, layer: int) -> None:
+        """Give a copy of vLLM's metadata of a step a layer's table and lengths."""
+        place = self.place(layer)
+        common.block_table_tensor = self.tables[place][: common.num_reqs]
+        common.seq_lens = self.lens[place, : common.num_reqs]
+        if self.max_lens is not None:
+            # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
+            # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
+            common.max_seq_len = int(self.max_lens[place])
+
+    def warm_up(self) -> None:
+        """Launch all kernels, with one request that has no tokens."""
+        self.update(self.no_skips[:1], np.zeros((self.layers.stop, 1), np.int32), None)
 
     def forget_step(self) -> None:
         """Forget the last step before graphs are captured, on tables that vLLM has cleared."""

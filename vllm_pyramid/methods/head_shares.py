@@ -42,6 +42,7 @@ class HeadShares(SplitHeads):
     """
 
     scored: ClassVar[str] = "scores"
+    on_cuda: ClassVar[bool] = True
     kind: Literal["shares"] = "shares"
     scores: Scores | None = None
     beta: float = Field(default=1.2, ge=1.0, allow_inf_nan=False)

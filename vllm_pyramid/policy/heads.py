@@ -31,11 +31,13 @@ class Heads(Component):
     Class attributes:
         splits: whether each KV head has a block table and a length of its own.
         has_budget: whether the policy's budget says how much is kept.
+        on_cuda: whether it was rehearsed with the attention of CUDA devices, and is served there.
     """
 
     section: ClassVar[str] = "heads"
     splits: ClassVar[bool] = False
     has_budget: ClassVar[bool] = True
+    on_cuda: ClassVar[bool] = False
 
     def lanes(self, num_kv_heads: int) -> int:
         """Return the lanes of a layer with `num_kv_heads` KV heads."""
@@ -99,4 +101,5 @@ class Heads(Component):
 class AlikeHeads(Heads):
     """Give all KV heads of a layer one block table and one length."""
 
+    on_cuda: ClassVar[bool] = True
     kind: Literal["alike"] = "alike"

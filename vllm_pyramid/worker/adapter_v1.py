@@ -51,6 +51,7 @@ class AdapterV1(RunnerV1Points, RunnerAdapter):
     intermediate_tensors: Any
     max_num_tokens: int
     model_config: Any
+    query_start_loc: Any
     seq_lens: torch.Tensor
 
     def runner_tables(self) -> TablesV1:
@@ -88,8 +89,9 @@ class AdapterV1(RunnerV1Points, RunnerAdapter):
     ) -> None:
         """Begin the step in the runtime."""
         seq_lens = self.seq_lens[:num_rows]
+        query_starts = self.query_start_loc.gpu[: num_rows + 1]
         if not scheduled:  # profiling, warm-up, graph capture
-            self.pyramid.idle_step(num_reqs, seq_lens)
+            self.pyramid.idle_step(num_reqs, seq_lens, query_starts)
             return
         batch = self.input_batch
         request_ids = batch.req_ids[:num_reqs]
@@ -99,4 +101,5 @@ class AdapterV1(RunnerV1Points, RunnerAdapter):
             batch.num_computed_tokens_cpu[:num_reqs],
             np.array([scheduled[name] for name in request_ids], np.int32),
             seq_lens,
+            query_starts,
         )

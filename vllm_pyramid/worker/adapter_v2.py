@@ -143,6 +143,7 @@ class AdapterV2(RunnerAdapter):
             input_batch.num_computed_tokens_np,
             input_batch.num_scheduled_tokens,
             input_batch.seq_lens[: input_batch.num_reqs_after_padding],
+            input_batch.query_start_loc[: input_batch.num_reqs_after_padding + 1],
         )
         return block_tables, slot_mappings
 
@@ -150,7 +151,11 @@ class AdapterV2(RunnerAdapter):
         """Do the same for profiling and warm-up, in which no request has skipped anything."""
         result = super().prepare_dummy_attn(input_batch, *args, **kwargs)  # type: ignore[misc]
         num_reqs = input_batch.num_reqs
-        self.pyramid.idle_step(num_reqs, input_batch.seq_lens[:num_reqs])
+        self.pyramid.idle_step(
+            num_reqs,
+            input_batch.seq_lens[:num_reqs],
+            input_batch.query_start_loc[: num_reqs + 1],
+        )
         return result
 
     def capture_model(self, *args: Any, **kwargs: Any) -> int:

@@ -96,7 +96,10 @@ class LayerBinding:
         if missing := evicting - set(layer_of_group.values()):
             raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
         if reads_shifted_tables:
-            shifted = self._tables.shift_in_place_of(layer_of_group)
+            max_tokens = self._config.scheduler_config.max_num_batched_tokens
+            shifted = self._tables.shift_in_place_of(
+                layer_of_group, max_tokens if lanes is not None else None
+            )
             for context in self.contexts.values():
                 context.shifted = shifted
 
@@ -204,7 +207,7 @@ def check_lanes(name: str, impl: Any) -> None:
             f"layer {name} has the attention {type(impl).__qualname__}, which has no block tables "
             "of single KV heads: choose a policy without `heads`"
         )
-    if impl.softmax.sinks is not None:
+    if impl.sinks is not None:
         raise ValueError(
             f"layer {name} has learned sinks, with which lengths of single KV heads (heads) do not "
             "work yet: choose a policy without `heads`"

@@ -57,9 +57,15 @@ class WorkerMemory:
             getattr(spec, "lanes", 1) * -(-longest // spec.block_size) for spec in specs.values()
         )
         tables = 4 * rows * self._tensors_per_group * entries
-        lengths_and_skips = 4 * rows * 2 * len(self._layers.evicting)
+        evicting, lanes = len(self._layers.evicting), self._layers.lanes
+        lengths_and_skips = 4 * rows * 2 * evicting * lanes
         slots = 8 * len(specs) * scheduler.max_num_batched_tokens
-        return tables + lengths_and_skips + slots
+        found = tables + lengths_and_skips + slots
+        if lanes > 1 and self._device.type != "cpu":
+            # `LaneTables`: a second table, slots of each head, and the order of the queries.
+            of_tokens = 8 * lanes * scheduler.max_num_batched_tokens
+            found += 4 * (rows * (entries + lanes) + 1) + of_tokens * (evicting + 1)
+        return found
 
     def buffer_bytes(self) -> int:
         """Return the bytes that methods allocate whatever the size of the cache."""

@@ -210,23 +210,25 @@ class WorkerRuntime:
         computed: IntArray,
         scheduled: IntArray,
         seq_lens: torch.Tensor,
+        query_starts: torch.Tensor,
     ) -> None:
         """Begin a step whose block tables vLLM has just filled; arguments as of the tracker's.
 
         Args:
             seq_lens: `[rows]` int32 on the device, with the rows of padding.
+            query_starts: `[rows + 1]` int32 on the device.
         """
         step = self.tracker.begin_step(request_ids, prompt_lens, computed, scheduled)
-        self.tables.shift(seq_lens, step, computed + scheduled)
+        self.tables.shift(seq_lens, query_starts, step, computed + scheduled)
 
     @property
     def is_heard(self) -> bool:
         """Whether the engine hears of an exception of this worker: it alone answers it."""
         return self.pipeline.is_last and self._ranks.rank == 0
 
-    def idle_step(self, num_reqs: int, seq_lens: torch.Tensor) -> None:
+    def idle_step(self, num_reqs: int, seq_lens: torch.Tensor, query_starts: torch.Tensor) -> None:
         """Begin a step without real requests: profiling, warm-up or graph capture."""
-        self.tables.shift(seq_lens, self.tracker.idle_step(num_reqs))
+        self.tables.shift(seq_lens, query_starts, self.tracker.idle_step(num_reqs))
 
     def before_capture(self) -> None:
         """Forget the last step: vLLM captures graphs over metadata that belongs to no step."""

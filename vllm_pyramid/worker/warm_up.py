@@ -71,7 +71,7 @@ def compile_kernels(
                 hooks.compile_kernels(replace(call, batch=batch))
     shifted = layers[0][0].shifted
     assert shifted is not None
-    shifted.update(shifted.no_skips[:1], np.zeros((shifted.layers.stop, 1), np.int32), None)
+    shifted.warm_up()
 
 
 def lengths_of(policy: Policy, max_model_len: int) -> list[int]:
@@ -104,12 +104,15 @@ def _made_up_inputs(
 ) -> AttentionInputs:
     """Return the attention of one request whose blocks are all block 0, in the layer's cache."""
     assert context.shifted is not None, "kernels are compiled where tables are shifted"
-    impl, shifted = layer.impl, context.shifted
+    impl, shifted, lanes = layer.impl, context.shifted, 1
     width = shifted.tables[shifted.place(context.layer)].shape[1]
-    device = shifted.lens.device
+    if context.lanes is not None:  # a lane evicts as a layer of one head
+        lanes = context.lanes.count
+        width //= lanes
+    device, heads = shifted.lens.device, impl.num_heads // lanes
     call: AttentionInputs = impl.call_of(
         layer,
-        torch.zeros(queries, impl.num_heads, impl.head_size, dtype=dtype, device=device),
+        torch.zeros(queries, heads, impl.head_size, dtype=dtype, device=device),
         layer.kv_cache,
         torch.zeros(1, width, dtype=torch.int32, device=device),
         torch.arange(2, dtype=torch.int32, device=device) * queries,
@@ -119,7 +122,8 @@ def _made_up_inputs(
         max_query_len=queries,
         max_seq_len=1,
     )
-    return call
+    output = None if call.output is None else call.output[:heads]
+    return replace(call, layer=context.layer * lanes, output=output)
 
 
 def _evict(

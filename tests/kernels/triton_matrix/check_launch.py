@@ -30,6 +30,7 @@ from vllm_pyramid.kernels.records import (
     WindowBatch,
 )
 from vllm_pyramid.kernels.triton import functions as triton_ops
+from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.kernels.triton.topn_launch import workspace_cells
 
@@ -160,6 +161,36 @@ def test_tables_and_lengths_are_compiled_once(launches):
                 for kernel in (
                     triton_tables.shift_tables_kernel,
                     triton_tables.effective_lens_kernel,
+                )
+            ]
+        )
+    assert min(cached[0]) > 0
+    assert cached == [cached[0]] * 5
+
+
+def test_lanes_are_compiled_once(launches):
+    heads = 4
+    tables, lanes = torch.zeros(3, 300, 512, dtype=torch.int32), torch.zeros(3, 1200, 128).int()
+    lens, skips = torch.zeros(2, 3, 1200, dtype=torch.int32)
+    slots, order = torch.zeros(3, 4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int64)
+    starts, of_lanes = torch.zeros(301, dtype=torch.int32), torch.zeros(1201, dtype=torch.int32)
+    cached = []
+    for rows, columns, written in ((1, 0, 0), (1, 1, 1), (5, 16, 16), (48, 17, 81), (300, 128, 99)):
+        count = rows * heads
+        triton_lanes.gather_lanes(
+            *(lanes, lens[:, :count], tables, skips[:, :count], starts[:rows], 64, columns)
+        )
+        triton_lanes.lane_rows(of_lanes, order, starts[: rows + 1], heads)
+        triton_lanes.lane_slots(
+            slots, tables, starts[: rows + 1], starts[:rows], heads, 64, written
+        )
+        cached.append(
+            [
+                sum(len(caches[0]) for caches in kernel.device_caches.values())
+                for kernel in (
+                    triton_lanes.gather_lanes_kernel,
+                    triton_lanes.lane_rows_kernel,
+                    triton_lanes.lane_slots_kernel,
                 )
             ]
         )

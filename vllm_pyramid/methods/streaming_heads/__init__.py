@@ -70,6 +70,7 @@ class StreamingHeads(SplitHeads):
 
     has_budget: ClassVar[bool] = False
     scored: ClassVar[str] = "mask"
+    on_cuda: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, str]] = {"scorer": "recency", **SplitHeads.plain}
     kind: Literal["streaming"] = "streaming"
     mask: Scores | None = None
