@@ -139,7 +139,7 @@ class _StepTokens:
             log_counts = torch.from_numpy(np.log(counts).astype(np.float32))
         size = MERGED_AT_ONCE
         parts = zip(tokens.split(size), of_rows.split(size), of_places.split(size), strict=True)
-        return cls(log_counts, (counts > 0).any(axis=(0, 2)), list(parts))
+        return cls(log_counts, np.asarray((counts > 0).any(axis=(0, 2))), list(parts))
 
 
 class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
