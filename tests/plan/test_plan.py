@@ -49,12 +49,12 @@ SPLIT = {n for n, policy in PRESETS.items() if not policy.heads.has_budget}
 KNOWN = [
     policy
     for name, policy in PRESETS.items()
-    if not policy.allocator.solves
+    if not policy.solves
     and name not in THINNED  # those: tests/methods/test_thinning_lengths.py
     and name not in SPLIT  # those: tests/methods/test_streaming_heads.py
 ]
 SOLVED = [
-    *(policy for policy in PRESETS.values() if policy.allocator.solves),
+    *(policy for policy in PRESETS.values() if policy.solves),
     load_policy("xkv", None, {"fill_blocks": False, "sinks": 4}),
     load_policy("xkv", None, {"retention": 0.9}),
 ]
@@ -98,20 +98,21 @@ def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy
     num_layers = data.draw(st.integers(1, 12))
     block_size = data.draw(st.sampled_from([1, 8, 16]))
     plan = policy.plan(prompt_len, num_layers, block_size, data.draw(budgets(policy)))
-    assert isinstance(policy.allocator, SolvingAllocator)
     if isinstance(plan, RetentionPlan):  # nothing to solve: the whole prompt stays
         assert not plan.evicts and (plan.end.keep == prompt_len).all()
         return
     assert plan.evicts and plan.floor == policy.window + policy.sinks < prompt_len
-    assert plan.exact != policy.allocator.sets_total
+    solver = policy.allocator
+    assert plan.exact != (isinstance(solver, SolvingAllocator) and solver.sets_total)
     assert 0 < plan.mean <= plan.capacity and (plan.mean < plan.capacity or not plan.exact)
     keep = [plan.budget_tokens] * num_layers
     for _ in range(10):  # shift tokens from layer to layer
         giver, taker = (data.draw(st.integers(0, num_layers - 1)) for _ in range(2))
-        most = min(keep[giver] - plan.floor, prompt_len - keep[taker])
+        most = min(keep[giver] - plan.least, prompt_len - keep[taker])
         count = data.draw(st.integers(0, most)) if giver != taker else 0
         keep[giver] -= count
         keep[taker] += count
+    assert max(keep) <= plan.most
     resolved = plan.resolve(keep)
     assert resolved.end.keep.tolist() == keep and resolved.budget_tokens == plan.budget_tokens
     assert (resolved.end.held == prompt_len - resolved.end.skip).all()
@@ -204,8 +205,8 @@ def test_which_policies_evict_and_need_scores() -> None:
     assert on_host == {"kcache"}
     assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host
     needs = {name for name, policy in PRESETS.items() if policy.scorer.needs_queries}
-    solved = {name for name, policy in PRESETS.items() if policy.allocator.solves}
-    assert solved == {"xkv", "zigzagkv", "entropykv", "ginikv"}
+    solved = {name for name, policy in PRESETS.items() if policy.solves}
+    assert solved == {"xkv", "zigzagkv", "entropykv", "ginikv", "adakv"}
     assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
     seen_without = {"full", "kcache", "window", "streaming-llm", "h2o", "scissorhands", *THINNED}
     assert not needs & seen_without

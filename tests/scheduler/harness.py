@@ -299,12 +299,19 @@ def make_request(
     )
 
 
-def solved_lengths(source: random.Random, plan: DeferredPlan) -> np.ndarray:
-    """Any lengths that a solver might find: within the plan's promise, often at its ends."""
-    keep = np.full(plan.num_layers, plan.budget_tokens)
-    for _ in range(4 * plan.num_layers):
-        giver, taker = source.randrange(plan.num_layers), source.randrange(plan.num_layers)
-        most = min(keep[giver] - plan.floor, plan.prompt_len - keep[taker])
+def solved_lengths(
+    source: random.Random, plan: DeferredPlan, layers: int | None = None
+) -> np.ndarray:
+    """Any lengths that a solver might find: within the plan's promise, often at its ends.
+
+    Args:
+        layers: that share a part of the total; None: all of them.
+    """
+    layers = layers or plan.num_layers
+    keep = np.full(layers, plan.budget_tokens)
+    for _ in range(4 * layers):
+        giver, taker = source.randrange(layers), source.randrange(layers)
+        most = min(keep[giver] - plan.least, plan.prompt_len - keep[taker])
         if giver != taker and most > 0:
             count = source.choice([most, source.randint(0, most)])
             keep[giver] -= count
@@ -453,7 +460,11 @@ class PlainWorker:
             for index in step.evictions.unsolved.tolist():
                 plan = step.evictions.plans[index]
                 assert isinstance(plan, DeferredPlan)
-                step.evictions.resolve(index, solved_lengths(self.random, plan))
+                # The KV heads of a layer share its budget, and are solved before the next one's.
+                together = self.setup.lanes if self.setup.lanes > 1 else plan.num_layers
+                for first in range(0, plan.num_layers, together):
+                    keep = solved_lengths(self.random, plan, together)
+                    step.evictions.resolve(index, keep, first)
                 self.num_solved += 1
             for index, request_id in enumerate(step.evictions.request_ids):
                 if blocks := step.evictions.copies[index]:

@@ -48,7 +48,13 @@ from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.scheduler import SampledShares
-from vllm_pyramid.plan import DeferredPlan, Plan, RetentionPlan, peak_blocks
+from vllm_pyramid.plan import (
+    DeferredPlan,
+    Plan,
+    RetentionPlan,
+    least_given_back,
+    peak_blocks,
+)
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.scheduler.admission import Admission
@@ -651,7 +657,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         keep, skip = resolved.end.keep, resolved.end.skip
         initial = plan.budget_tokens * plan.num_layers
         assert keep.sum() == initial if plan.exact else keep.sum() <= initial
-        assert keep.min() >= plan.floor and keep.max() <= plan.prompt_len
+        assert keep.min() >= plan.least and keep.max() <= plan.most
+        if self.setup.lanes > 1:
+            of_layers = keep.reshape(-1, self.setup.lanes).sum(axis=1)
+            assert (of_layers == plan.budget_tokens * self.setup.lanes).all()
+        sizes = self.coordinator.layer_blocks.block_sizes
+        assert (skip // sizes).sum() >= least_given_back(plan, sizes)
         unit = plan.block_size if plan.fill_blocks else 1
         assert (skip == (plan.prompt_len - keep) // unit * unit).all()
 
@@ -1204,6 +1215,18 @@ VARIANTS |= {
     "sync-turns-host-folder": Setup(
         host_slots=60, host_folder=True, reserve_full_prompt=False, **TALKS
     ),
+}
+
+# Lengths of KV heads that the worker solves, layer by layer.
+ADAPTIVE: dict[str, Any] = {
+    "policy": "adakv",
+    "policy_args": (("window", 4), ("sinks", 1)),
+    "num_layers": 6,
+}
+VARIANTS |= {
+    "sync-heads-solved": Setup(lanes=2, **ADAPTIVE),
+    "async-heads-solved": Setup(lanes=3, block_size=6, asynchronous=True, **ADAPTIVE, **SMALL),
+    "sync-forecast-heads-solved": Setup(lanes=2, admission="forecast", **ADAPTIVE, **SMALL),
 }
 
 

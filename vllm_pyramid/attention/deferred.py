@@ -8,12 +8,17 @@ No layer is shortened before the last one has attended, and the next step's skip
 were solved here. What is kept meanwhile is `[S, G, context]` float32 a layer for the S prompts that
 end: 32 bytes a prompt token and layer for 8 KV heads.
 
+Where fewer layers share a total (`EvictionHooks.together`), this goes group by group: the KV heads
+of a layer, which are layers here, are solved and shortened when that layer has attended.
+
+    heads of a layer  attention, scores of all -> solve -> select and compact them
+
 A request whose scores or evidence have NaN has failed, and its scores are replaced: the lengths of
 the others do not depend on it, and its own are valid. Where a method raises, the requests of that
 call get the same length in all layers. All ranks solve, or none: they agree before, since they wait
 for one another there. So all go on with equal lengths.
 
-Shape legend: L layers, S prompts that are solved, G KV heads of this rank.
+Shape legend: L layers that are solved together, S prompts that are solved, G KV heads of this rank.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ class DeferredEviction:
 
     Args:
         policy: the engine's. hooks: of its methods. method: the one that solves lengths.
-        num_layers: L.
+        num_layers: of the worker.
     """
 
     def __init__(
@@ -68,9 +73,11 @@ class DeferredEviction:
     ) -> None:
         self.policy, self.hooks, self.method = policy, hooks, method
         self.num_layers = num_layers
+        self.together = method.together or num_layers
         self._evictions: StepEvictions | None = None
         self._groups: list[npt.NDArray[np.int64]] = []
         self._layers: list[list[ScoredLayer]] = []
+        self._first = 0  # of those in `_layers`
 
     @classmethod
     def of(cls, policy: Policy, hooks: MethodHooks, num_layers: int) -> DeferredEviction | None:
@@ -82,27 +89,31 @@ class DeferredEviction:
     def add_layer(
         self, inputs: AttentionInputs, evictions: StepEvictions, trace: TraceWriter | None
     ) -> None:
-        """Score the layer's requests whose plans are open; with the last layer, solve and evict."""
+        """Score the layer's requests whose plans are open; with the last of those that are solved
+        together, solve and evict."""
         if evictions.unsolved.size == 0:
             return  # only prompts whose lengths are known
         if evictions is not self._evictions:
-            self._evictions, self._layers = evictions, []
+            self._evictions, self._layers, self._first = evictions, [], 0
             self._groups = _alike(evictions, inputs)
-        layer = inputs.layer
-        if layer != len(self._layers):
+        layer, before = inputs.layer, self._first + len(self._layers)
+        if layer != before:
             raise RuntimeError(
-                f"layer {layer} came after {len(self._layers)} others: lengths are solved from the "
+                f"layer {layer} came after {before} others: lengths are solved from the "
                 "scores of all layers, from the bottom up; report this"
             )
         groups = self._groups
         self._layers.append([self._score(inputs, evictions, group, trace) for group in groups])
-        if layer < self.num_layers - 1:
+        if len(self._layers) < self.together:
             return
-        layers, self._layers, self._evictions = self._layers, [], None
+        layers, self._layers = self._layers, []
+        if layer == self.num_layers - 1:
+            self._evictions = None
         for index, group in enumerate(groups):
             of_group = [waiting[index] for waiting in layers]
             self._solve(evictions, group, [scored.evidence for scored in of_group], inputs.ranks)
             self._evict(evictions, group, of_group, trace)
+        self._first = layer + 1
 
     def _score(
         self,
@@ -137,8 +148,9 @@ class DeferredEviction:
         scores, statistics = self.policy.scorer.scores(
             batch, statistics=self.method.needs_statistics
         )
-        if scores.shape[2] > batch.longest - self.policy.window:  # with columns of the window
-            scores = scores[:, :, : batch.longest - self.policy.window]
+        context = batch.longest - self.policy.window
+        if scores.shape[2] > context or not self.policy.window:  # with columns behind a context
+            scores = scores[:, :, :context]
             columns = torch.arange(scores.shape[2], device=scores.device)
             behind = columns >= (batch.lens - self.policy.window)[:, None]
             scores = scores.masked_fill(behind[:, None], -torch.inf)
@@ -159,6 +171,7 @@ class DeferredEviction:
     ) -> None:
         """Solve the open plans of a group of prompts. `evidence` is `[S, ...]`, of L layers."""
         plans = [evictions.open_plan(request) for request in group.tolist()]
+        open_requests = set(group.tolist())
         names = [evictions.request_ids[request] for request in group.tolist()]
         known = [layer for layer in evidence if layer is not None]
         failed = len(known) < len(evidence)
@@ -174,12 +187,14 @@ class DeferredEviction:
             try:
                 if isinstance(keep, Exception):
                     raise keep
-                evictions.resolve(request, keep)
+                evictions.resolve(request, keep, self._first)
+                open_requests.remove(request)
             except Exception as error:
                 evictions.failures.blame([name], what, error)
         for request, plan in zip(group.tolist(), plans, strict=True):
-            if request not in evictions.resolved:
-                evictions.resolve(request, np.full(self.num_layers, plan.floor + plan.mean))
+            if request in open_requests:
+                alike = np.full(self.together, plan.floor + plan.mean)
+                evictions.resolve(request, alike, self._first)
 
     def _evict(
         self,
@@ -189,7 +204,8 @@ class DeferredEviction:
         trace: TraceWriter | None,
     ) -> None:
         """Select and compact every layer in which some prompt keeps less than everything."""
-        host_keeps = np.ascontiguousarray(evictions.kept_lens[:, group])
+        solved = slice(self._first, self._first + self.together)
+        host_keeps = np.ascontiguousarray(evictions.kept_lens[solved, group])
         keeps = upload(host_keeps, layers[0].scores.device)
         for layer, waiting in enumerate(layers):
             evictions.copy_blocks(waiting.batch.call, group.tolist(), self.hooks.copy_blocks)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.curves import SharesAllocator
-from vllm_pyramid.methods.observation_window import ObservationWindowScorer
 from vllm_pyramid.methods.streaming_heads.score_files import Scores, check_scores, of_kv_heads
 from vllm_pyramid.methods.streaming_heads.split import SplitHeads, with_scores
 from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
@@ -128,21 +127,7 @@ class HeadShares(SplitHeads):
     def check(self, policy: Policy) -> None:
         """Refuse parts that look across heads, or were not tried with lengths of heads."""
         self.check_parts(policy)
-        scorer = policy.scorer
-        reason = None
-        if not scorer.evicts:
-            reason = "ranks nothing"
-        elif scorer.works_in_every_step or scorer.gathers(policy):
-            reason = "gathers numbers in every step, which have one place for each layer"
-        elif scorer.asks_ranks:
-            reason = "looks at all KV heads of a layer together"
-        elif not (scorer.in_parts or isinstance(scorer, ObservationWindowScorer)):
-            reason = "does not say that it looks at each KV head by itself (`in_parts`)"
-        if reason is not None:
-            raise ValueError(
-                f"policy {policy.name!r} gives each KV head a length of its own (heads), and its "
-                f"scorer {scorer.kind!r} {reason}: choose another, such as observation_window"
-            )
+        self.check_scorer(policy)
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Refuse to serve without scores."""

@@ -11,7 +11,12 @@ types the same questions: `evicts`, `evictions_by`, `next_eviction`, `after`, `s
 `piece_at`, `resolved`. `plan.bounds` derives how many blocks a request can hold.
 """
 
-from vllm_pyramid.plan.bounds import overwritten_blocks, peak_blocks, tokens_per_step
+from vllm_pyramid.plan.bounds import (
+    least_given_back,
+    overwritten_blocks,
+    peak_blocks,
+    tokens_per_step,
+)
 from vllm_pyramid.plan.budget import Budget
 from vllm_pyramid.plan.deferred import DeferredPlan, Plan
 from vllm_pyramid.plan.eviction_point import Eviction, EvictionPoint, IntArray
@@ -31,6 +36,7 @@ __all__ = [
     "PlanMismatchError",
     "RetentionPlan",
     "affordable",
+    "least_given_back",
     "overwritten_blocks",
     "peak_blocks",
     "tokens_per_step",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan.deferred import Plan
+from vllm_pyramid.plan.deferred import DeferredPlan, Plan
 from vllm_pyramid.plan.eviction_point import IntArray, read_only
 from vllm_pyramid.plan.retention import RetentionPlan
 
@@ -103,6 +103,18 @@ def overwritten_blocks(plan: Plan, stages: Sequence[int]) -> npt.NDArray[np.int6
         plan.points[0].blocks_behind.astype(np.int64), starts
     )
     return blocks
+
+
+def least_given_back(plan: DeferredPlan, block_sizes: npt.NDArray[Any]) -> int:
+    """Return how many blocks of all layers the eviction gives back at least, whatever is solved.
+
+    Args:
+        block_sizes: `[num_layers]`, see `EvictionPoint.blocks_in`.
+    """
+    # Of what each layer skips, less than a block may have to stay.
+    skipped = plan.num_layers * (plan.prompt_len - plan.budget_tokens)
+    largest = int(block_sizes.max())
+    return max(-(-(skipped - plan.num_layers * (largest - 1)) // largest), 0)
 
 
 def tokens_per_step(plan: RetentionPlan, longest: int) -> tuple[int, int]:

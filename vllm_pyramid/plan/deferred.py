@@ -33,6 +33,7 @@ class DeferredPlan:
         exact: whether the total is `budget_tokens` times the layers, not just at most that.
         fill_blocks: as in `Policy`.
         min_tokens: the lower bound of the mean tokens that a layer keeps.
+        safe: tokens beyond `floor` that every layer keeps, at most `mean`.
     """
 
     prompt_len: int
@@ -43,6 +44,7 @@ class DeferredPlan:
     exact: bool
     fill_blocks: bool
     min_tokens: int = 0
+    safe: int = 0
     inner: ClassVar[tuple[EvictionPoint, ...]] = ()
     end_number: ClassVar[int] = 1
     every: ClassVar[int] = 0
@@ -121,6 +123,49 @@ class DeferredPlan:
 
     # Its lengths --------------------------------------------------------------------------------
 
+    @property
+    def least(self) -> int:
+        """The fewest tokens that a layer keeps."""
+        return self.floor + self.safe
+
+    @property
+    def most(self) -> int:
+        """The most tokens that a layer keeps: what the others leave of the total."""
+        left = self.budget_tokens * self.num_layers - self.least * (self.num_layers - 1)
+        return min(self.prompt_len, left)
+
+    def end_point(self, keep: Sequence[int] | npt.NDArray[Any]) -> EvictionPoint:
+        """Check the solved lengths of layers that share a total; return their part of the point.
+
+        Args:
+            keep: `[layers]` tokens kept per KV head, window and sinks included; of all layers, or
+                of some whose mean is bounded as that of all is.
+
+        Raises:
+            ValueError: a layer outside least .. prompt, or a total that breaks the plan's bounds.
+        """
+        lengths = np.asarray(keep, np.int64)
+        count, low, high = len(lengths), int(lengths.min()), int(lengths.max())
+        if low < self.least or high > self.prompt_len:
+            safe = f" and {self.safe} more" if self.safe else ""
+            raise ValueError(
+                f"lengths between {low} and {high}; each layer keeps at least {self.floor} tokens "
+                f"(window and sinks){safe}, and at most the prompt's {self.prompt_len}"
+            )
+        total, bound = int(lengths.sum()), self.budget_tokens * count
+        if total > bound or (self.exact and total != bound):
+            raise ValueError(
+                f"the lengths add up to {total} tokens; the budget of {self.budget_tokens} for "
+                f"{count} layers is {'' if self.exact else 'at most '}{bound}"
+            )
+        if total < self.min_tokens * count:
+            raise ValueError(
+                f"the lengths add up to {total} tokens; {count} layers keep at least "
+                f"{self.min_tokens} each on average"
+            )
+        mean = -(-total // count)
+        return EvictionPoint.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
+
     def resolve(self, keep: Sequence[int] | npt.NDArray[Any]) -> RetentionPlan:
         """Check the solved lengths and return the final plan.
 
@@ -128,32 +173,11 @@ class DeferredPlan:
             keep: `[num_layers]` tokens kept per KV head, window and sinks included.
 
         Raises:
-            ValueError: another number of layers, a layer outside floor .. prompt, or a total that
-                breaks the plan's bounds.
+            ValueError: another number of layers, or as of `end_point`.
         """
-        lengths = np.asarray(keep, np.int64)
-        if lengths.shape != (self.num_layers,):
-            raise ValueError(f"{lengths.size} lengths for {self.num_layers} layers")
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < self.floor or high > self.prompt_len:
-            raise ValueError(
-                f"lengths between {low} and {high}; each layer keeps at least {self.floor} tokens "
-                f"(window and sinks) and at most the prompt's {self.prompt_len}"
-            )
-        total, bound = int(lengths.sum()), self.budget_tokens * self.num_layers
-        if total > bound or (self.exact and total != bound):
-            raise ValueError(
-                f"the lengths add up to {total} tokens; the budget of {self.budget_tokens} for "
-                f"{self.num_layers} layers is {'' if self.exact else 'at most '}{bound}"
-            )
-        if total < self.min_tokens * self.num_layers:
-            raise ValueError(
-                f"the lengths add up to {total} tokens; {self.num_layers} layers keep at least "
-                f"{self.min_tokens} each on average"
-            )
-        mean = -(-total // self.num_layers)
-        end = EvictionPoint.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
-        return RetentionPlan((end,))
+        if np.shape(keep) != (self.num_layers,):
+            raise ValueError(f"{np.size(keep)} lengths for {self.num_layers} layers")
+        return RetentionPlan((self.end_point(keep),))
 
     def resolved(self, keep: Sequence[int] | None) -> RetentionPlan:
         """Resolve the plan with the lengths that a worker reports.

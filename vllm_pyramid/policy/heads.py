@@ -31,12 +31,14 @@ class Heads(Component):
     Class attributes:
         splits: whether each KV head has a block table and a length of its own.
         has_budget: whether the policy's budget says how much is kept.
+        solves: whether lengths are solved from the prompt's scores at its end.
         on_cuda: whether it was rehearsed with the attention of CUDA devices, and is served there.
     """
 
     section: ClassVar[str] = "heads"
     splits: ClassVar[bool] = False
     has_budget: ClassVar[bool] = True
+    solves: ClassVar[bool] = False
     on_cuda: ClassVar[bool] = False
 
     def lanes(self, num_kv_heads: int) -> int:

@@ -89,7 +89,7 @@ def why_no_spans(policy: Policy) -> str | None:
     """Return why spans cannot be kept with a policy; None if they can."""
     if not policy.evicts:
         return None  # every token is kept
-    if policy.allocator.solves:
+    if policy.solves:
         return (
             "its lengths are solved from the scores of a whole prompt, so what the smallest "
             "layer keeps is not known before"

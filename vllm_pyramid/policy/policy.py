@@ -193,6 +193,11 @@ class Policy(BaseModel):
         return self.evicts and self.heads.has_budget
 
     @property
+    def solves(self) -> bool:
+        """Whether lengths are solved from a prompt's scores at its end: plans are deferred."""
+        return self.allocator.solves or self.heads.solves
+
+    @property
     def min_last_chunk(self) -> int:
         """Prompt tokens that the last chunk of a chunked prefill must have.
 

@@ -16,7 +16,7 @@ import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.plan import Plan, RetentionPlan, tokens_per_step
+from vllm_pyramid.plan import Plan, RetentionPlan, least_given_back, tokens_per_step
 from vllm_pyramid.scheduler.forecast import (
     Numbers,
     RequestArrays,
@@ -278,7 +278,9 @@ class Admission:
             peak = most_blocks(request.num_tokens, late)
             peak_after = most_blocks(request.num_tokens, late, evicted=True)
         prompt_len = request.num_prompt_tokens
-        given_back = self._given_back(plan, plan.end_number)
+        given_back: Numbers | int = self._given_back(plan, plan.end_number)
+        if own_plan.is_deferred:  # until the worker reports
+            given_back = least_given_back(own_plan, self._coordinator.layer_blocks.block_sizes)
         bound = self._bound(plan, prompt_len + most - 1)
         self.table.put(
             request.request_id,

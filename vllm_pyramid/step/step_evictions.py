@@ -39,7 +39,7 @@ class StepEvictions:
         budgets: `[E]` int32, mean tokens per layer of the plans; of an open one once it is solved.
         unsolved: indices of the requests whose plan was deferred when the step began.
         solved: indices of the others.
-        resolved: the whole plans of `unsolved` requests, by index, once they are solved.
+        resolved: the whole plans of `unsolved` requests, by index, once all layers are solved.
         inside_prompt: `[E]` bool, whether the eviction comes before the prompt's end.
         at_prompt_end: `[E]` bool, whether it comes at the prompt's end.
         is_reported: `[E]` bool, whether the scheduler hears of the eviction: the request's plan
@@ -116,6 +116,7 @@ class StepEvictions:
         self.unsolved: Indices = np.flatnonzero(is_deferred)
         self.solved: list[int] = np.flatnonzero(~is_deferred).tolist()
         self.resolved: dict[int, RetentionPlan] = {}
+        self._solved_keeps: dict[int, npt.NDArray[np.int64]] = {}
         self.is_reported: npt.NDArray[np.bool_] = is_deferred | np.any(
             self.kept_lens < visible, axis=0
         )
@@ -262,16 +263,23 @@ class StepEvictions:
             raise RuntimeError(f"request {self.request_ids[index]} is solved twice; report this")
         return plan
 
-    def resolve(self, index: int, keep: npt.NDArray[np.int64]) -> None:
-        """Replace the open plan of a request by the lengths that were solved for it.
+    def resolve(self, index: int, keep: npt.NDArray[np.int64], first: int = 0) -> None:
+        """Take over lengths that were solved; with those of the top layer the plan is known.
 
         Args:
-            keep: `[L]` tokens, window and sinks included.
+            keep: tokens that the layers from `first` on keep, window and sinks included: `[L]`, or
+                a number for each of some layers that share a part of the total.
 
         Raises:
             ValueError: the lengths exceed what the plan has promised.
         """
-        resolved = self.open_plan(index).resolve(keep)
+        plan, end = self.open_plan(index), first + len(keep)
+        self.kept_lens[first:end, index] = plan.end_point(keep).held
+        keeps = self._solved_keeps.setdefault(index, np.zeros(plan.num_layers, np.int64))
+        keeps[first:end] = keep
+        if end < plan.num_layers:
+            return
+        resolved = plan.resolve(keeps)
         self.resolved[index] = resolved
         self.plans[index] = resolved.end
         self.kept_lens[:, index] = resolved.end.held

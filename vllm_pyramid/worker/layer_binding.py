@@ -59,7 +59,7 @@ class LayerBinding:
             ValueError: an evicted cache would falsify the attention of a layer.
         """
         tracker = self._tracker
-        deferred = DeferredEviction.of(tracker.policy, tracker.hooks, len(self._layers.evicting))
+        deferred = DeferredEviction.of(tracker.policy, tracker.hooks, self._layers.num_lanes)
         lanes = None
         if tracker.policy.heads.splits:
             lanes = HeadLanes(self._layers.lanes, self._layers.block_size)

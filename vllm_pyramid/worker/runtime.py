@@ -94,6 +94,7 @@ class WorkerRuntime:
             host_memory=host_memory_of(device),
             copies=copies_of(device),
             table=self.tables.of_layer,
+            lanes=self.layers.lanes,
         )
         tracker.hooks = MethodHooks(policy.worker_hooks(context))
         tracker.failures.has_peers = ranks.size > 1 or pipeline.count > 1

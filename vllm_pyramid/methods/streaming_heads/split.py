@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy.typing as npt
 from pydantic import Field
 
+from vllm_pyramid.methods.observation_window import ObservationWindowScorer
 from vllm_pyramid.methods.streaming_heads.score_files import (
     ScoreFiles,
     Scores,
@@ -25,7 +26,66 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
 
 
-class SplitHeads(Heads):
+class HeadLengths(Heads):
+    """Base class of kinds that give each KV head a block table and a length of its own.
+
+    Class attributes:
+        plain: kinds that other sections must have, with which lengths of heads were tried.
+    """
+
+    splits: ClassVar[bool] = True
+    plain: ClassVar[Mapping[str, str]] = {
+        "allocator": "uniform",
+        "selector": "top_k",
+        "schedule": "prompt_end",
+        "values": "device",
+        "attend": "all",
+        "prefill": "all",
+    }
+
+    def check_parts(self, policy: Policy) -> None:
+        """Refuse parts that would have no effect, or were not tried with lengths of heads."""
+        for section, kind in self.plain.items():
+            if (found := getattr(policy, section).kind) != kind:
+                raise ValueError(
+                    f"policy {policy.name!r} has heads of kind {self.kind!r}, which go with "
+                    f"{section} {kind!r} alone so far, not {found!r}: leave {section} out"
+                    + (f", but for scorer: {kind}" if section == "scorer" else "")
+                )
+
+    def check_scorer(self, policy: Policy) -> None:
+        """Refuse scorers that look across heads, or gather what has a place for each layer."""
+        scorer, reason = policy.scorer, None
+        if not scorer.evicts:
+            reason = "ranks nothing"
+        elif scorer.works_in_every_step or scorer.gathers(policy):
+            reason = "gathers numbers in every step, which have one place for each layer"
+        elif scorer.asks_ranks:
+            reason = "looks at all KV heads of a layer together"
+        elif not (scorer.in_parts or isinstance(scorer, ObservationWindowScorer)):
+            reason = "does not say that it looks at each KV head by itself (`in_parts`)"
+        if reason is not None:
+            raise ValueError(
+                f"policy {policy.name!r} gives each KV head a length of its own (heads), and its "
+                f"scorer {scorer.kind!r} {reason}: choose another, such as observation_window"
+            )
+
+    def check_hybrid(self, policy: Policy) -> None:
+        """Refuse models of which some layers do not evict, or read another layer's cache."""
+        raise ValueError(
+            f"policy {policy.name!r} gives each KV head a length of its own (heads), which goes "
+            "with models of which every layer has full attention and a cache of its own alone so "
+            "far: choose a policy without `heads`"
+        )
+
+    def check_config(self, policy: Policy, config: VllmConfig) -> None:
+        """Refuse what was not tried together with tables of single heads."""
+        from vllm_pyramid.methods.streaming_heads.refusals import check_config
+
+        check_config(policy, config)
+
+
+class SplitHeads(HeadLengths):
     """Base class of kinds whose KV heads have lengths that scores of the model's heads say.
 
     Tensor-parallel ranks have other heads of a layer each, and one block table for those at the
@@ -36,22 +96,12 @@ class SplitHeads(Heads):
 
     Class attributes:
         scored: the field with the scores.
-        plain: kinds that other sections must have, with which lengths of heads were tried.
 
     Attributes:
         ranks: tensor-parallel ranks with KV heads of their own; the engine sets it.
     """
 
-    splits: ClassVar[bool] = True
     scored: ClassVar[str]
-    plain: ClassVar[Mapping[str, str]] = {
-        "allocator": "uniform",
-        "selector": "top_k",
-        "schedule": "prompt_end",
-        "values": "device",
-        "attend": "all",
-        "prefill": "all",
-    }
     ranks: int = Field(default=1, ge=1)
 
     @property
@@ -74,16 +124,6 @@ class SplitHeads(Heads):
         assert self.head_scores is not None, "their layers are those of the model"
         return of_heads.reshape(len(self.head_scores), self.ranks, -1)
 
-    def check_parts(self, policy: Policy) -> None:
-        """Refuse parts that would have no effect, or were not tried with lengths of heads."""
-        for section, kind in self.plain.items():
-            if (found := getattr(policy, section).kind) != kind:
-                raise ValueError(
-                    f"policy {policy.name!r} has heads of kind {self.kind!r}, which go with "
-                    f"{section} {kind!r} alone so far, not {found!r}: leave {section} out"
-                    + (f", but for scorer: {kind}" if section == "scorer" else "")
-                )
-
     def why_not_resumable(self, policy: Policy) -> str | None:
         """Refuse sessions."""
         return "states of which each KV head has a length of its own are not saved yet"
@@ -98,20 +138,6 @@ class SplitHeads(Heads):
         if self.head_scores is not None:
             what = f"heads.{self.scored}"
             check_heads(what, self.head_scores, num_layers, num_kv_heads, num_heads)
-
-    def check_hybrid(self, policy: Policy) -> None:
-        """Refuse models of which some layers do not evict, or read another layer's cache."""
-        raise ValueError(
-            f"policy {policy.name!r} gives each KV head a length of its own (heads), which goes "
-            "with models of which every layer has full attention and a cache of its own alone so "
-            "far: choose a policy without `heads`"
-        )
-
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Refuse what was not tried together with tables of single heads."""
-        from vllm_pyramid.methods.streaming_heads.refusals import check_config
-
-        check_config(policy, config)
 
 
 def with_scores(data: Any, field: str) -> tuple[Any, ScoreFiles | None]:

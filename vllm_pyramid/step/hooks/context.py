@@ -100,6 +100,7 @@ class WorkerContext:
         table: returns the current step's block table of a layer as its attention reads it,
             `[>= R, M]` int32; None where attention reads vLLM's own tables.
         inside: the part works for evictions inside the prompt alone (`chunk`).
+        lanes: KV heads of a layer that have block tables of their own; 1: all share one.
     """
 
     config: VllmConfig
@@ -115,6 +116,7 @@ class WorkerContext:
     copies: CopyStream | None = None
     table: Callable[[int], torch.Tensor] | None = None
     inside: bool = False
+    lanes: int = 1
 
     @property
     def num_layers(self) -> int:

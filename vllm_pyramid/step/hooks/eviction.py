@@ -28,14 +28,17 @@ class EvictionHooks(WorkerHooks):
 
     Where the lengths of a plan are solved from the scores of all layers (a `DeferredPlan`), the
     worker scores each layer when it has attended, keeps scores and `evidence` until the last layer
-    has attended, calls `solve`, and then selects and compacts all layers.
+    has attended, calls `solve`, and then selects and compacts all layers. With `together` it does
+    so for as many layers at a time. KV heads with block tables of their own are layers here.
 
     Attributes:
         inside: the hooks score evictions inside prompts, not those at their ends and later.
         needs_statistics: `evidence` wants statistics of the window's attention.
+        together: L, the layers in a row that share a part of the total; 0: all layers share it.
     """
 
     inside: bool = False
+    together: int = 0
     needs_statistics: bool = False
 
     def score(self, batch: EvictionBatch) -> torch.Tensor | None:

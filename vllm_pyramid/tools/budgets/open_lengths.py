@@ -34,7 +34,8 @@ def show_open_budgets(
 
     most = "" if plan.exact else "at most "
     total = report["total"]
-    which = f"All {plan.num_layers} layers"
+    heads = policy.heads.splits  # with lengths of their own
+    which = f"All {plan.num_layers} {'KV heads of all layers' if heads else 'layers'}"
     if shape.layers:
         which += f" that evict ({', '.join(map(str, shape.layers))})"
     more = "".join(f"\n{sentence}" for sentence in sentences_of_other_layers(report))
@@ -42,11 +43,12 @@ def show_open_budgets(
         f"{policy.name}, budget {policy.budget}, prompt of {plan.prompt_len} tokens, blocks of "
         f"{report['block_size']}: the lengths depend on the prompt.\n"
         f"For {source}.\n"
-        f"{which} together keep {most}{total['keep']} tokens per KV head "
+        f"{which} together keep {most}{total['keep']} tokens{'' if heads else ' per KV head'} "
         f"({most}{plan.budget_tokens} on average), in at most {total['blocks']} of "
-        f"{report['full']['blocks']} blocks. Each layer keeps "
-        f"{plan.floor} (window and sinks) to {plan.prompt_len}; how many is solved from its "
-        "attention when the prompt has been processed.\n"
+        f"{report['full']['blocks']} blocks. Each {'head' if heads else 'layer'} keeps "
+        f"{plan.least} ({f'{plan.safe} besides ' if plan.safe else ''}window and sinks) to "
+        f"{plan.most}; how many is solved from its {'scores' if heads else 'attention'} when the "
+        "prompt has been processed.\n"
         "A response says what was solved (kv_transfer_params: solved_tokens, kept_tokens); "
         "`vllm-pyramid calibrate` measures the averages over your prompts and makes a policy of "
         "them whose lengths are known beforehand." + floor_sentence(policy) + more,
@@ -83,7 +85,7 @@ def _report(
         "num_layers": plan.num_layers,
         "lengths": "solved from each prompt",
         "total_is": "exact" if plan.exact else "at most",
-        "layer": {"least": plan.floor, "most": plan.prompt_len},
+        "layer": {"least": plan.least, "most": plan.most},
         "total": {"least": plan.min_tokens * plan.num_layers, "keep": total, "blocks": blocks},
         "full": {"keep": plan.prompt_len * plan.num_layers, "blocks": full},
         **({"layers": shape.layers} if shape.layers else {}),

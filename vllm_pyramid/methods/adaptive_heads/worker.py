@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lengths of a layer's KV heads, solved from their scores when the layer has attended.
+
+The heads are layers of one head each here (lanes): `attention/deferred.py` scores them one by one,
+asks for the lengths of all heads of a layer, and evicts from them.
+
+Shape legend: G KV heads of a layer, S prompts that are solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_pyramid.kernels.solve import joint_lengths
+from vllm_pyramid.plan import DeferredPlan
+from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
+
+if TYPE_CHECKING:
+    from vllm_pyramid.kernels.recall import WindowStatistics
+    from vllm_pyramid.policy.policy import Policy
+
+# Copies of the scores that wait for the layer's last head: scores, evidence, this of all heads.
+_COPIES = 3
+# What `joint_lengths` has of a token and head: two copies of the scores, those that stay with their
+# places (12 bytes), the running count of equal ones (8) and four truth values.
+_BYTES_OF_A_CHOICE = 32
+
+
+class HeadSolver(CacheHooks, EvictionHooks):
+    """Solves the open plans of a worker's prompts, one layer after the other."""
+
+    name = "adaptive"
+
+    def __init__(self, policy: Policy, context: WorkerContext) -> None:
+        self.policy, self.together = policy, context.lanes
+        self.allow_device_sync = context.allow_device_sync
+        self._context = context
+
+    def bytes_per_block(self) -> int:
+        """Return the bytes for a block's part of the scores that wait for the layer's last head.
+
+        A prompt that ends has blocks for all of its tokens in all layers, of which one at a time
+        waits. The scores of prompts of similar length are padded to at most twice as many tokens.
+        """
+        tokens = max(spec.block_size for spec in self._context.specs)
+        return -(-2 * 4 * _COPIES * tokens // self._context.num_layers)
+
+    def bytes_of_buffers(self) -> int:
+        """Return the bytes for solving one prompt in a layer, and for the tables that wait."""
+        longest = self._context.config.model_config.max_model_len
+        rows = self._context.config.scheduler_config.max_num_seqs
+        entries = -(-longest // min(spec.block_size for spec in self._context.specs))
+        return self.together * (_BYTES_OF_A_CHOICE * longest + 4 * rows * entries)
+
+    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+        """Return the scores of all tokens that are chosen among; those of sinks say nothing."""
+        sinks = self.policy.sinks
+        if not sinks:
+            return scores
+        return torch.cat([torch.zeros_like(scores[:, :, :sinks]), scores[:, :, sinks:]], dim=2)
+
+    def solve(
+        self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
+    ) -> list[npt.NDArray[np.int64] | Exception]:
+        found = []
+        for index, plan in enumerate(plans):
+            context = evidence[:, index, 0, : plan.prompt_len - self.policy.window]
+            total = plan.mean * self.together
+            found.append(joint_lengths(context, total, safe=plan.safe, sinks=self.policy.sinks))
+        # The layer's only copy to the host: a number a head and prompt.
+        with self.allow_device_sync():
+            numbers = torch.stack(found).cpu().numpy()
+        return [plan.floor + row for plan, row in zip(plans, numbers, strict=True)]
