@@ -24,15 +24,21 @@ def kept_map(trace: Any) -> tuple[np.ndarray, int]:
             row = np.zeros(tokens, bool)
             row[positions] = True
             rows.append(row)
-    return np.array(rows), len(trace["kept_0"])
+    # KV heads with lengths of their own have arrays of their own.
+    lanes = int(trace["kv_heads"]) if "kv_heads" in trace else 1
+    return np.array(rows), len(trace["kept_0"]) * lanes
 
 
 def show(path: Path, trace: Any) -> None:
-    """Print tokens kept and attention recall of each layer."""
+    """Print tokens kept and attention recall of each layer, or of each KV head with its length."""
     print(f"{path.name}: budget {int(trace['budget'])} tokens")
-    for layer, held in enumerate(trace["held"]):
-        recall = float(trace[f"recall_{layer}"].mean())
-        print(f"  layer {layer:3}: {held:6} tokens kept, {recall:.0%} of the attention")
+    lanes = int(trace["kv_heads"]) if "kv_heads" in trace else 1
+    for row, held in enumerate(trace["held"]):
+        recall = float(trace[f"recall_{row}"].mean())
+        head = f", KV head {row % lanes}" if lanes > 1 else ""
+        print(
+            f"  layer {row // lanes:3}{head}: {held:6} tokens kept, {recall:.0%} of the attention"
+        )
 
 
 def plot(traces: dict[str, Any], picture: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conversations import Rows, cached_tokens, conversation, run_waves
 from tests.engine.paper import HuggingFaceModel
@@ -350,4 +351,8 @@ def test_the_peak_is_what_the_plan_says(engines: EnginePool, random_model: Path)
         assert outcome.output.num_cached_tokens == cached
         assert_same_tokens([outcome], [alone])
         assert outcome.report == alone.report
+    whole, said = greedy(12, kv_policy="full"), "holds up to 352 blocks, and the pool has 288: send"
+    with pytest.raises(VLLMValidationError, match=said):  # before the scheduler hears of it
+        small.client.add_request("whole", {"prompt_token_ids": prompt}, whole)
+    assert not small.client.has_unfinished_requests()
     small.check_whole()

@@ -380,6 +380,18 @@ def test_several_workers_and_drafts_are_refused(parallel: dict[str, int], messag
         policy.check_hybrid()
 
 
+def test_traces_are_refused() -> None:
+    ways = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(**dict.fromkeys(ways, 1)),
+        speculative_config=None,
+        additional_config={"kv_trace": "folder"},
+    )
+    policy = adaptive()
+    with pytest.raises(ValueError, match="do not go with --kv-trace, with which they were not"):
+        policy.heads.check_config(policy, config)
+
+
 def test_memory_that_waits_is_a_layers() -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=1000),

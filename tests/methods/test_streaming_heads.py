@@ -377,7 +377,6 @@ def make_config() -> Any:
     [
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
         ("", "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
-        ("", "additional_config", {"kv_trace": "folder"}, "--kv-trace"),
     ],
 )
 def test_configurations_that_were_not_tried(
@@ -400,7 +399,10 @@ def test_what_was_not_rehearsed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     config.speculative_config = SimpleNamespace(method="ngram")
     with pytest.raises(ValueError, match="not tried on CUDA devices together with --speculative"):
         policy.heads.check_config(policy, config)
-    config.speculative_config, config.parallel_config.tensor_parallel_size = None, 2
+    config.speculative_config, config.additional_config = None, {"kv_trace": "folder"}
+    with pytest.raises(ValueError, match="not tried on CUDA devices together with --kv-trace"):
+        policy.heads.check_config(policy, config)
+    config.additional_config, config.parallel_config.tensor_parallel_size = {}, 2
     with pytest.raises(ValueError, match="not tried on CUDA devices together with --tensor"):
         policy.heads.check_config(policy, config)
     monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cpu"))

@@ -15,6 +15,7 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.failures import Failure
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
+from vllm_pyramid.step.trace_files import read_kept, read_request
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
 pytestmark = pytest.mark.cpu
@@ -79,6 +80,33 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
             assert trace["kept_2"].tolist() == kept(index + 100, 8).tolist()
             assert all(trace[f"kept_{layer}"].dtype == np.int32 for layer in range(NUM_LAYERS))
     assert not writer._open
+
+
+def test_heads_with_lengths_of_their_own_are_layers_of_one_head(tmp_path: Path) -> None:
+    """Two layers of two KV heads, of which one keeps everything; read as any other trace."""
+    evictions = steps.make_evictions([9], [[9], [2], [3], [9]], budget=6, request_ids=["r"])
+    writer = TraceWriter(str(tmp_path), [1] * 4, 0, 1, [5, 5, 7, 7], lanes=2)
+    places = {1: [0, 8], 2: [0, 7, 8]}
+    for lane, of_lane in places.items():
+        positions = torch.tensor([of_lane], dtype=torch.int32)
+        writer.record(evictions, 0, lane, positions, torch.tensor([0.5 / lane]))
+    writer.finish_step(evictions)
+    with np.load(tmp_path / "r.npz") as trace:
+        assert int(trace["kv_heads"]) == 2
+        assert trace["layers"].tolist() == [5, 5, 7, 7] and trace["held"].tolist() == [9, 2, 3, 9]
+        assert [trace[f"kept_{lane}"].shape for lane in range(4)] == [
+            (1, 9),
+            (1, 2),
+            (1, 3),
+            (1, 9),
+        ]
+        assert [float(trace[f"recall_{lane}"][0]) for lane in range(4)] == [1, 0.5, 0.25, 1]
+        assert all(trace[f"kept_{lane}"][0].tolist() == places[lane] for lane in places)
+    (read,) = read_kept(tmp_path)
+    assert (read.layers, read.heads, read.tokens) == ([5, 7], [2, 2], 9)
+    assert read.counts.tolist() == [[2, *[1] * 7, 2], [2, *[1] * 6, 2, 2]]
+    found = read_request(tmp_path, "r")
+    assert found is not None and (found.counts == read.counts).all()
 
 
 def test_recorded_positions_are_a_copy(tmp_path: Path) -> None:

@@ -85,3 +85,15 @@ def test_a_request_of_several_ranks_needs_all(tmp_path: Path) -> None:
                 read_request(tmp_path, "r", ranks=2)
     kept = read_request(tmp_path, "r", ranks=2)
     assert kept is not None and kept.heads == [2, 2] and kept.counts.tolist() == COUNTS
+
+
+def test_lanes_of_ranks_are_put_together(tmp_path: Path) -> None:
+    """Two layers of two lanes, of each of which each of two ranks has a KV head."""
+    of_lanes = {0: [[0, 1, 5], [0, 2, 5]], 1: [[5], [4]], 2: [[0, 5], [4, 5]], 3: [[1], [1]]}
+    for rank in range(2):
+        of_rank = {lane: [rows[rank]] for lane, rows in of_lanes.items()}
+        changes = {"layers": [1, 1, 3, 3], "kv_heads": 2}
+        write(tmp_path / f"r-rank{rank}.npz", of_rank, [3, 1, 2, 1], **changes)
+    kept = read_request(tmp_path, "r", ranks=2)
+    assert kept is not None and (kept.layers, kept.heads) == ([1, 3], [4, 4])
+    assert kept.counts.tolist() == [[2, 1, 1, 0, 1, 3], [1, 2, 0, 0, 1, 2]]

@@ -274,7 +274,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     def _attend(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
         ops, context = self.ops, self.context
         if context is not None and context.lanes is not None:
-            context.lanes.attend(ops, inputs.batch, inputs.softmax, out)
+            context.lanes.attend(ops, inputs.batch, inputs.softmax, out, inputs.log_sum_exp)
             return
         attend = ops.shared_attention if self._shares_prefixes else ops.paged_attention
         attend(out, inputs.batch, inputs.softmax, log_sum_exp=inputs.log_sum_exp)

@@ -109,12 +109,21 @@ class LayerContext:
                 return True
         return False
 
+    def correct_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
+        """Let methods change the attention, `[>= T, H, D]`; `inputs` as of `after_attention`."""
+        for hooks in self.hooks.correct_attention:
+            try:
+                hooks.correct_attention(inputs, out[: len(inputs.query)])
+            except Exception as error:
+                self._blame("correct_attention", hooks, error)
+
     def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Let methods look at the layer, which has attended; then evict where the step asks for it.
+        """Let methods change what was attended to and look at it; then evict where the step asks.
 
         Args:
             inputs: as they were before `before_attention`. out: the attention, `[>= T, H, D]`.
         """
+        self.correct_attention(inputs, out)
         for hooks in self.hooks.after_attention:
             try:
                 hooks.after_attention(inputs)
@@ -192,6 +201,7 @@ class ReaderContext:
         return self.of.attend(inputs, out)
 
     def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Let the layer that this one reads evict, if no other reads it after this one."""
+        """Let methods change the attention, and evict if no other layer reads the cache later."""
+        self.of.correct_attention(inputs, out)
         if self.is_last:
             self.of.after_last_reader()

@@ -18,6 +18,7 @@ from vllm_pyramid.frontend.follow_sessions import SessionFollower, with_header
 from vllm_pyramid.frontend.layer_kinds import BOTH, FULL, has_other_layers, layer_kinds
 from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.kept_spans import check_spans_fit
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -139,10 +140,11 @@ class PolicyRequestChecks:
                 check_spans_fit(found, length, layers, config.cache_config.block_size)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
-        if settings.policy.inner_policy is None or settings.policy.heads.splits:
-            return  # the scheduler, which knows the lanes, checks it
+        if settings.policy.inner_policy is None:
+            return
         if not engine.has_pool and processor.vllm_config.cache_config.num_gpu_blocks:
-            engine.pool, engine.has_pool = pool_of(processor.vllm_config), True
+            engine.pool = pool_of(processor.vllm_config, settings.policy.heads)
+            engine.has_pool = True
         if engine.pool is None:
             return  # the scheduler checks it
         try:
@@ -162,8 +164,12 @@ def evicting_layers(config: Any) -> int | None:
     return sum(kind in (FULL, BOTH) for kind in kinds)
 
 
-def pool_of(config: Any) -> Pool | None:
+def pool_of(config: Any, heads: Heads) -> Pool | None:
     """Return the pool of blocks, from vLLM's finished configuration.
+
+    Args:
+        heads: the policy's; KV heads with block tables of their own count as layers, and vLLM's
+            block size is then that of their blocks.
 
     Returns:
         None if only the scheduler knows how many layers evict and what the others hold: for hybrid
@@ -182,10 +188,11 @@ def pool_of(config: Any) -> Pool | None:
         engines = 1
     count, stages = model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
     bounds = [get_pp_indices(count, stage, stages) for stage in range(stages)]
+    lanes = heads.lanes(model.get_num_kv_heads(parallel))
     return Pool(
-        count,
+        count * lanes,
         cache.block_size,
         cache.num_gpu_blocks // engines - 1,
         model.max_model_len,
-        stages=tuple(end - start for start, end in bounds),
+        stages=tuple((end - start) * lanes for start, end in bounds),
     )

@@ -54,12 +54,17 @@ class TraceWriter:
     `pages_read` and `pages_visible`, `[L]` int64, summed over the tokens behind the prompt, and
     how many `tokens` these were.
 
+    Where KV heads have lengths of their own, each counts as a layer of one KV head: there are
+    numbers and arrays for each KV head of each layer in turn, `layers` repeats a layer's number,
+    and `kv_heads` says how many follow one another.
+
     Args:
         folder: created if it is missing.
         num_kv_heads: KV heads of each of this worker's layers, on this rank.
         rank: this worker's rank. world_size: ranks that share the KV heads. layers: see above.
         first_layer: number of this worker's first layer.
         stage: this worker's pipeline stage; None where there is one.
+        lanes: KV heads of a layer that have lengths of their own and are layers here, or 1.
     """
 
     def __init__(
@@ -71,7 +76,9 @@ class TraceWriter:
         layers: Sequence[int] | None = None,
         first_layer: int = 0,
         stage: int | None = None,
+        lanes: int = 1,
     ) -> None:
+        self._lanes = lanes
         self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.num_kv_heads = dict(enumerate(num_kv_heads, first_layer))
@@ -230,6 +237,8 @@ class TraceWriter:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
             arrays |= {"request_id": request_id, "budget": int(evictions.budgets[index])}
             arrays |= {"layers": self.layers, "held": evictions.kept_lens[:, index]}
+            if self._lanes > 1:
+                arrays["kv_heads"] = self._lanes
             name = file_name(request_id) + ("" if at_prompt_end else f"@{end}") + self.suffix
             dropped += not self._write(name, arrays)
         return dropped

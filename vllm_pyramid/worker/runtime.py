@@ -152,14 +152,16 @@ class WorkerRuntime:
         folder = self._settings.trace
         if folder is None:
             return
+        lanes = self.layers.lanes
         self._trace = TraceWriter(
             folder,
-            [spec.num_kv_heads for spec in self.layers.evicting.values()],
+            [spec.num_kv_heads for spec in self.layers.evicting.values() for _ in range(lanes)],
             self._ranks.rank,
             self._ranks.size,
-            self.layers.model_layers,
-            first_layer=self.layers.stage.start,
+            [layer for layer in self.layers.model_layers for _ in range(lanes)],
+            first_layer=self.layers.stage.start * lanes,
             stage=self.pipeline.stage if self.pipeline.count > 1 else None,
+            lanes=lanes,
         )
         self.binding.set_trace(self._trace)
         for hooks in self.tracker.hooks:

@@ -271,3 +271,10 @@ def test_recalls_are_those_of_the_prompts_end(tmp_path: Path) -> None:
         np.savez(tmp_path / f"{name}.npz", request_id=request_id, **number, **recalls)
     assert _take_recalls(tmp_path) == {"a-1": [[0.5, 0.5]] * 2, "b-2": [[0.25, 0.25]] * 2}
     assert not list(tmp_path.iterdir())
+
+
+def test_recalls_of_heads_with_lengths_are_those_of_their_layers(tmp_path: Path) -> None:
+    recalls = {f"recall_{lane}": np.full(1, lane / 4) for lane in range(4)}
+    named = {"request_id": "a-1-x", "prompt_len": 40, "kv_heads": 2}
+    np.savez(tmp_path / "a-1-x.npz", **named, **recalls)
+    assert _take_recalls(tmp_path) == {"a-1": [[0.0, 0.25], [0.5, 0.75]]}

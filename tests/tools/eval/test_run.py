@@ -402,6 +402,9 @@ def test_a_complete_report_is_accepted() -> None:
     checked = EvictionReport.checked(report(), "pyramidkv")
     assert checked.model_dump(exclude_none=True) == report() | {"computed_tokens": 1000}
     assert checked.memory == 0.25 and checked.kept_shares == [0.4, 0.2, 0.1, 0.02]
+    # Of two layers whose KV heads have lengths of their own.
+    of_heads = EvictionReport.checked(report() | {"kv_heads": 2}, "pyramidkv")
+    assert of_heads.kept_shares == [0.3, 0.06] and of_heads.memory == 0.25
     # Of an eviction during generation.
     later = report() | {"computed_tokens": 1100, "evicted_tokens": 3680, "kv_budget": 180}
     assert EvictionReport.checked(later, "pyramidkv").computed_tokens == 1100

@@ -48,6 +48,13 @@ def test_the_file_holds_what_it_was_given_and_loads_nothing() -> None:
     assert "http" not in text and "src=" not in text and "@import" not in text
 
 
+def test_heads_with_lengths_of_their_own_show_their_mean() -> None:
+    one = shown()
+    one.report.update(kept_tokens=[3, 6, 2, 2], kv_heads=2)
+    (policy,) = read_page(page([one], "m"))["policies"]
+    assert policy["kept"] == [4.5, 2.0]
+
+
 def test_other_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="other tokens"):
         page([shown(), shown(text="other")], "m")

@@ -142,6 +142,8 @@ class SolvedHeads(HeadLengths):
             reason = "--data-parallel-size, with which they were not tried"
         elif config.speculative_config is not None:
             reason = "--speculative-config, with which they were not tried"
+        elif isinstance(given := config.additional_config, dict) and given.get("kv_trace"):
+            reason = "--kv-trace, with which they were not tried"
         elif current_platform.device_type != "cpu":
             reason = "CUDA devices, where solving would wait for the device in every layer"
         if reason is not None:

@@ -26,14 +26,11 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     if config.use_v2_model_runner:
         check_alone(policy, config, "with vLLM's second model runner")
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    given = config.additional_config
-    asked = given if isinstance(given, dict) else {}
     untried = {
         "drafts of a model (--speculative-config): draft by ngram": (
             config.speculative_config is not None and config.speculative_config.method != "ngram"
         ),
         f"--kv-cache-dtype {cache.cache_dtype}: leave it out": cache.cache_dtype not in _DTYPES,
-        "--kv-trace, whose files have a number a layer: leave it out": bool(asked.get("kv_trace")),
     }
     for what, is_asked in untried.items():
         if is_asked:
@@ -63,17 +60,19 @@ def check_cuda(policy: Policy, config: VllmConfig) -> None:
 
 
 def check_alone(policy: Policy, config: VllmConfig, where: str) -> None:
-    """Refuse several ranks, replicas and drafts.
+    """Refuse several ranks, replicas, drafts and traces.
 
     Raises:
         ValueError: naming the flag to leave out.
     """
-    parallel = config.parallel_config
+    parallel, given = config.parallel_config, config.additional_config
+    asked = given if isinstance(given, dict) else {}
     untried = {
         "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
+        "--kv-trace": bool(asked.get("kv_trace")),
     }
     for flag, is_asked in untried.items():
         if is_asked:
@@ -81,4 +80,26 @@ def check_alone(policy: Policy, config: VllmConfig, where: str) -> None:
                 f"policy {policy.name!r} gives each KV head a length of its own (heads), which was "
                 f"not tried {where} together with {flag}: leave it out, or choose a policy without "
                 "`heads`"
+            )
+
+
+def check_compensation(policy: Policy, config: VllmConfig) -> None:
+    """Refuse what was not tried together with compensation tokens.
+
+    Raises:
+        ValueError: naming the flag to change.
+    """
+    parallel = config.parallel_config
+    untried = {
+        "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
+        "--tensor-parallel-size: leave it out": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
+        "--speculative-config: leave it out": config.speculative_config is not None,
+        "vLLM's second model runner: unset VLLM_USE_V2_MODEL_RUNNER": config.use_v2_model_runner,
+    }
+    for what, is_asked in untried.items():
+        if is_asked:
+            raise ValueError(
+                f"policy {policy.name!r} has compensation tokens (heads.compensate), which were "
+                f"not tried with {what}, or set heads.compensate to false"
             )

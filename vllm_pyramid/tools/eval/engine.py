@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_pyramid.frontend.model_shape import shape_of_model
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.step.trace_files import lanes_of
 from vllm_pyramid.tools.child_process import (
     ChildError,
     orderly_termination,
@@ -271,8 +272,11 @@ def _take_recalls(folder: Path) -> dict[str, list[list[float]]]:
             if "prompt_len" in trace:
                 # vLLM adds a dash and a random end to the name that it gave the request.
                 name = str(trace["request_id"]).rsplit("-", 1)[0]
-                layers = sum(key.startswith("recall_") for key in trace.files)
-                heads = [trace[f"recall_{layer}"].tolist() for layer in range(layers)]
+                rows = sum(key.startswith("recall_") for key in trace.files)
+                of_rows, lanes = [trace[f"recall_{row}"] for row in range(rows)], lanes_of(trace)
+                firsts = range(0, rows, lanes)
+                heads = [np.concatenate(of_rows[at : at + lanes]).tolist() for at in firsts]
+                layers = len(heads)
                 before = found.get(name, [[]] * layers)
                 found[name] = [left + right for left, right in zip(before, heads, strict=True)]
         path.unlink()

@@ -20,9 +20,10 @@ class EvictionReport(BaseModel):
     Attributes:
         computed_tokens: tokens computed when the last eviction happened: those of the prompt, or
             more where the policy evicts during generation.
-        kept_tokens: how many of these were kept, one number a layer.
+        kept_tokens: how many of these were kept, one number a layer, or `kv_heads` numbers.
         evicted_tokens: how many were evicted, summed over the layers.
         blocks_before, blocks_after: blocks held over all layers around that eviction.
+        kv_heads: KV heads of a layer, where they have lengths of their own.
         kv_turns: where the conversation's turns ended, this one's last; None if it was not said.
         inner_evictions: how often the prompt was evicted before its end; None where it cannot be.
     """
@@ -36,6 +37,7 @@ class EvictionReport(BaseModel):
     evicted_tokens: int
     blocks_before: int
     blocks_after: int
+    kv_heads: int | None = None
     kv_turns: list[int] | None = None
     inner_evictions: int | None = None
 
@@ -74,8 +76,10 @@ class EvictionReport(BaseModel):
 
     @property
     def kept_shares(self) -> list[float]:
-        """Return the share of the tokens that each layer keeps."""
-        return [kept / self.computed_tokens for kept in self.kept_tokens]
+        """Return the share of the tokens that each layer keeps, the mean of its KV heads."""
+        lanes = self.kv_heads or 1
+        firsts, whole = range(0, len(self.kept_tokens), lanes), self.computed_tokens * lanes
+        return [sum(self.kept_tokens[row : row + lanes]) / whole for row in firsts]
 
 
 class Reference(BaseModel):

@@ -49,10 +49,18 @@ def _policy(shown: Shown) -> dict[str, Any]:
         "answer": shown.answer,
         "layers": shown.layers,
         "heads": shown.heads,
-        "kept": report["kept_tokens"],
+        "kept": _by_layer(report["kept_tokens"], report.get("kv_heads", 1)),
         "blocks": [report["blocks_before"], report["blocks_after"]],
         "counts": base64.b64encode(counts.tobytes()).decode(),
     }
+
+
+def _by_layer(kept: list[int], lanes: int) -> list[float]:
+    """Return how much each layer keeps; of KV heads with lengths of their own the mean."""
+    if lanes == 1:
+        return list(kept)
+    means: list[float] = np.reshape(kept, (-1, lanes)).mean(axis=1).round(1).tolist()
+    return means
 
 
 def read_page(text: str) -> dict[str, Any]:
