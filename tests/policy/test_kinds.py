@@ -42,7 +42,7 @@ KINDS = {
     "chunk": {"points"},
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
-    "heads": {"adaptive", "alike", "shares", "streaming"},
+    "heads": {"adaptive", "alike", "recovering", "shares", "streaming"},
     "prefill": {"all", "antidiagonal"},
 }
 

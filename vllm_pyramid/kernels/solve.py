@@ -13,6 +13,8 @@ kept in any case and are not candidates, but their score counts as kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 # Sums of shares differ from their exact value by rounding: a goal is reached if less is missing.
@@ -159,6 +161,27 @@ def _split_at(
     left = total - above.sum()
     before = equal.cumsum(dim=0) - equal
     return above + torch.minimum((left - before).clamp(min=0), equal)
+
+
+def least_count(
+    scores: torch.Tensor, counts: Sequence[int], goal: float, *, sinks: int = 0
+) -> torch.Tensor:
+    """Return the least of some counts of best tokens that hold a share `goal` of a head's score.
+
+    Args:
+        scores: `[G, n]`, not negative.
+        counts: increasing; the last one is all tokens beyond the sinks.
+        goal: share of the score that sinks and best tokens hold, 0 .. 1.
+        sinks: first tokens of the context, which are kept in any case.
+
+    Returns:
+        `[G]` int64; the least count for a head whose scores are all 0.
+    """
+    found = torch.full((len(scores),), counts[-1], dtype=torch.int64, device=scores.device)
+    for count in reversed(counts[:-1]):
+        held = retention(scores, torch.full_like(found, count), sinks=sinks)
+        found = torch.where(held >= goal - ROUNDING, count, found)
+    return found
 
 
 def minimum_budgets(scores: torch.Tensor, goal: float) -> torch.Tensor:

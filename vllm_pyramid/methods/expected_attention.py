@@ -48,6 +48,7 @@ class ExpectedAttentionScorer(Scorer):
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True
+    not_negative: ClassVar[bool] = True
     kind: Literal["expected_attention"] = "expected_attention"
     queries: int | None = Field(default=None, ge=1)
     future_positions: int = Field(default=512, ge=1)

@@ -30,6 +30,8 @@ class Scorer(Component):
             (`ScorerInputs.output_factors`).
         attention_mass: the scores are attention, so they are not negative and a key's share of a
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
+        not_negative: the scores are at least 0, and a key's share of its head's sum is what it
+            gives of what its head gives.
         asked: the function that a user's class defines.
         gives_statistics: `scores` can return the window's statistics with the scores.
         asks_ranks: `score` calls `ScorerInputs.mean_of_heads`, for which tensor-parallel ranks wait
@@ -46,6 +48,7 @@ class Scorer(Component):
     needs_rotary: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
+    not_negative: ClassVar[bool] = False
     gives_statistics: ClassVar[bool] = False
     asks_ranks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False

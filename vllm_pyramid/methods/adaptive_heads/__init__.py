@@ -18,32 +18,58 @@ that solve (`methods/solved/`).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from vllm_pyramid.methods.streaming_heads.split import HeadLengths
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.allocator import point_of_tokens
+from vllm_pyramid.policy.allocator import Integers, point_of_tokens
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
 
 
-class AdaptiveHeads(HeadLengths):
-    """Divide each layer's budget among its KV heads by one choice of the best tokens of all.
+class SolvedHeads(HeadLengths):
+    """Base class of kinds whose lengths follow from the prompt's scores, for each layer alone.
 
-    Attributes:
-        alpha: the share of its budget beyond sinks and window that each head keeps whatever the
-            other heads' scores are, rounded down; at least one token, unless it is 0.
+    Class attributes:
+        sets_total: the total follows from the prompt, too; the budget is then an upper limit.
     """
 
     solves: ClassVar[bool] = True
-    kind: Literal["adaptive"] = "adaptive"
-    alpha: float = Field(default=0.2, ge=0.0, le=1.0)
+    sets_total: ClassVar[bool] = False
+
+    def safe(self, mean: int) -> int:
+        """Return what each head keeps at least, of `mean` tokens beyond sinks and window."""
+        return 0
+
+    @abstractmethod
+    def evidence(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
+        """Return what `measures` looks at, `[..., columns]`, without NaN where scores have none.
+
+        Args:
+            scores: `[..., columns]` of one head, -inf behind a prompt's context; those of the first
+                `sinks` tokens may be anything.
+        """
+
+    @abstractmethod
+    def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
+        """Return one whole number a head of a layer, on the device: `[G]`.
+
+        Args:
+            scores: `[G, columns]` of `evidence`, of the tokens before the window.
+            sinks: the first of these, which are kept anyway.
+        """
+
+    def allocate(self, measured: Integers, plan: DeferredPlan) -> Integers:
+        """Return the tokens that each head keeps beyond sinks and window: `[G]`."""
+        return measured
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
@@ -51,27 +77,29 @@ class AdaptiveHeads(HeadLengths):
         """Return an open plan, where the prompt may be shortened: every layer keeps the budget."""
         mean = budget.tokens_for(prompt_len, policy.min_budget)
         fixed = policy.window + policy.sinks
-        if mean >= prompt_len:
+        least = mean
+        if self.sets_total:  # the floor of shares is one of what is found, too
+            least = max(fixed, min(mean, 0 if budget.tokens else budget.min_tokens or 0))
+        if least >= prompt_len:
             end = point_of_tokens(policy, None, prompt_len, num_lanes, block_size, prompt_len)
             return RetentionPlan((end,))
         assert fixed < mean, (fixed, mean, "the budget was not checked")
-        safe = max(int(self.alpha * (mean - fixed)), 1) if self.alpha else 0
         return DeferredPlan(
             prompt_len,
             block_size,
             num_lanes,
             mean,
             floor=fixed,
-            exact=True,
-            min_tokens=mean,
+            exact=not self.sets_total,
+            min_tokens=least,
             fill_blocks=policy.fill_blocks,
-            safe=safe,
+            safe=self.safe(mean - fixed),
         )
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks:
         from vllm_pyramid.methods.adaptive_heads.worker import HeadSolver
 
-        return HeadSolver(policy, context)
+        return HeadSolver(policy, self, context)
 
     # Answers of a part --------------------------------------------------------------------------
 
@@ -84,8 +112,8 @@ class AdaptiveHeads(HeadLengths):
             ignored = "chunk.tokens"
         if ignored is not None:
             raise ValueError(
-                f"policy {policy.name!r} has adaptive heads, whose lengths are solved once, from "
-                f"the scores of a whole prompt: leave {ignored} out"
+                f"policy {policy.name!r} has {self.kind} heads, whose lengths are solved once, "
+                f"from the scores of a whole prompt: leave {ignored} out"
             )
 
     def why_not_shareable(self, policy: Policy) -> str | None:
@@ -120,7 +148,37 @@ class AdaptiveHeads(HeadLengths):
             reason = "CUDA devices, where solving would wait for the device in every layer"
         if reason is not None:
             raise ValueError(
-                f"policy {policy.name!r} has adaptive heads, which do not go with {reason}; leave "
-                "it out, or choose another policy"
+                f"policy {policy.name!r} has {self.kind} heads, which do not go with {reason}; "
+                "leave it out, or choose another policy"
             )
         super().check_config(policy, config)
+
+
+class AdaptiveHeads(SolvedHeads):
+    """Divide each layer's budget among its KV heads by one choice of the best tokens of all.
+
+    Attributes:
+        alpha: the share of its budget beyond sinks and window that each head keeps whatever the
+            other heads' scores are, rounded down; at least one token, unless it is 0.
+    """
+
+    kind: Literal["adaptive"] = "adaptive"
+    alpha: float = Field(default=0.2, ge=0.0, le=1.0)
+
+    def safe(self, mean: int) -> int:
+        """Return the share `alpha`."""
+        return max(int(self.alpha * mean), 1) if self.alpha else 0
+
+    def evidence(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
+        """Return the scores; those of sinks, which are not chosen among, as 0."""
+        import torch
+
+        if not sinks:
+            return scores
+        return torch.cat([torch.zeros_like(scores[..., :sinks]), scores[..., sinks:]], dim=-1)
+
+    def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
+        """Return each head's part of the joint choice."""
+        from vllm_pyramid.kernels.solve import joint_lengths
+
+        return joint_lengths(scores, plan.mean * len(scores), safe=plan.safe, sinks=sinks)

@@ -16,19 +16,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.kernels.solve import joint_lengths
 from vllm_pyramid.plan import DeferredPlan
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
 
 if TYPE_CHECKING:
     from vllm_pyramid.kernels.recall import WindowStatistics
+    from vllm_pyramid.methods.adaptive_heads import SolvedHeads
     from vllm_pyramid.policy.policy import Policy
 
 # Copies of the scores that wait for the layer's last head: scores, evidence, this of all heads.
 _COPIES = 3
-# What `joint_lengths` has of a token and head: two copies of the scores, those that stay with their
-# places (12 bytes), the running count of equal ones (8) and four truth values.
-_BYTES_OF_A_CHOICE = 32
+# What a choice has of a token and head at most: shares in float64, these sorted with their places,
+# and two of their sums (`least_count`); `joint_lengths` has less.
+_BYTES_OF_A_CHOICE = 56
 
 
 class HeadSolver(CacheHooks, EvictionHooks):
@@ -36,8 +36,8 @@ class HeadSolver(CacheHooks, EvictionHooks):
 
     name = "adaptive"
 
-    def __init__(self, policy: Policy, context: WorkerContext) -> None:
-        self.policy, self.together = policy, context.lanes
+    def __init__(self, policy: Policy, heads: SolvedHeads, context: WorkerContext) -> None:
+        self.policy, self.heads, self.together = policy, heads, context.lanes
         self.allow_device_sync = context.allow_device_sync
         self._context = context
 
@@ -58,11 +58,8 @@ class HeadSolver(CacheHooks, EvictionHooks):
         return self.together * (_BYTES_OF_A_CHOICE * longest + 4 * rows * entries)
 
     def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        """Return the scores of all tokens that are chosen among; those of sinks say nothing."""
-        sinks = self.policy.sinks
-        if not sinks:
-            return scores
-        return torch.cat([torch.zeros_like(scores[:, :, :sinks]), scores[:, :, sinks:]], dim=2)
+        """Return what the policy's heads measure of one head."""
+        return self.heads.evidence(scores, self.policy.sinks)
 
     def solve(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
@@ -70,9 +67,11 @@ class HeadSolver(CacheHooks, EvictionHooks):
         found = []
         for index, plan in enumerate(plans):
             context = evidence[:, index, 0, : plan.prompt_len - self.policy.window]
-            total = plan.mean * self.together
-            found.append(joint_lengths(context, total, safe=plan.safe, sinks=self.policy.sinks))
+            found.append(self.heads.measures(context, plan, self.policy.sinks))
         # The layer's only copy to the host: a number a head and prompt.
         with self.allow_device_sync():
             numbers = torch.stack(found).cpu().numpy()
-        return [plan.floor + row for plan, row in zip(plans, numbers, strict=True)]
+        return [
+            plan.floor + self.heads.allocate(row, plan)
+            for plan, row in zip(plans, numbers, strict=True)
+        ]
