@@ -162,6 +162,13 @@ def test_policies_that_pipeline_stages_cannot_serve(
         _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=2)
 
 
+@pytest.mark.parametrize("policy", ["adakv", "fastgen"])
+def test_stages_do_not_know_lengths_that_others_solve(random_model: Path, policy: str) -> None:
+    """Another reason than that of allocators, which need the scores of all layers."""
+    with pytest.raises(ValueError, match=r"--pipeline-parallel-size: .* the lengths of the others"):
+        _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize(
     ("policy", "arguments", "reason"),
     [

@@ -365,15 +365,17 @@ def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], messag
     [
         ({"tensor_parallel_size": 2}, "each would solve other lengths"),
         ({"pipeline_parallel_size": 2}, "does not know the lengths of the others"),
-        ({"data_parallel_size": 2}, "--data-parallel-size, with which they were not tried"),
-        ({}, "--speculative-config, with which they were not tried"),
+        ({"data_parallel_size": 2}, "solved together with --data-parallel-size"),
+        ({}, "solved together with --speculative-config"),
     ],
 )
 def test_several_workers_and_drafts_are_refused(parallel: dict[str, int], message: str) -> None:
     ways = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     sizes = SimpleNamespace(**{**dict.fromkeys(ways, 1), **parallel})
     policy = adaptive()
-    config: Any = SimpleNamespace(parallel_config=sizes, speculative_config=object())
+    config: Any = SimpleNamespace(
+        parallel_config=sizes, speculative_config=object(), additional_config=None
+    )
     with pytest.raises(ValueError, match=message):
         policy.heads.check_config(policy, config)
     with pytest.raises(ValueError, match="every layer has full attention"):
@@ -388,7 +390,7 @@ def test_traces_are_refused() -> None:
         additional_config={"kv_trace": "folder"},
     )
     policy = adaptive()
-    with pytest.raises(ValueError, match="do not go with --kv-trace, with which they were not"):
+    with pytest.raises(ValueError, match="solved together with --kv-trace"):
         policy.heads.check_config(policy, config)
 
 

@@ -161,6 +161,19 @@ def test_points_inside_the_prompt_divide_their_own_budget(ranks: int, prompt_len
     assert policy.inner_policy.scorer.kind == "keydiff"
 
 
+def test_points_at_which_no_rank_gives_anything_back_are_left_out() -> None:
+    """One head of each layer has the whole budget; on two ranks it shares a lane with the other."""
+    args = {"chunk.tokens": 200, "chunk.keep": 150, "scores": [[1.0, 0.0]] * 3, "beta": 1}
+    policy = sharing("10%", **args)
+    alone = policy.plan(1000, 6, 16)
+    heads = policy.heads.on_ranks(policy, 2, 2)
+    on_ranks = policy.model_copy(update={"heads": heads.model_dump()}).plan(1000, 3, 16)
+    assert isinstance(alone, RetentionPlan) and isinstance(on_ranks, RetentionPlan)
+    assert [point.computed for point in alone.inner] == [200, 400, 600, 800]
+    assert [point.computed for point in on_ranks.inner] == [400, 600, 800]
+    assert all(point.skip.any() for point in on_ranks.points)
+
+
 # Scores -------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,7 @@ def test_the_budget_is_a_limit_of_the_plan() -> None:
     ("args", "message"),
     [
         ({"scorer": "knorm"}, "'knorm' may be negative"),
+        ({"scorer": "expected_attention"}, "does not say what sinks are worth"),
         ({"scorer": "keydiff"}, "'keydiff' may be negative"),
         ({"shares": [0.0, 0.5]}, "must increase from 0 or more to 1"),
         ({"shares": [0.5, 0.5, 1.0]}, "must increase"),
@@ -149,6 +150,22 @@ def test_policies_that_cannot_have_recovering_heads(args: dict[str, Any], messag
         recovering(**args)
 
 
-@pytest.mark.parametrize("scorer", ["expected_attention", "observation_window"])
-def test_scorers_whose_shares_mean_something(scorer: str) -> None:
-    assert load_policy("fastgen", None, {"scorer": scorer}).solves
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"scorer": "observation_window"},
+        {"scorer": "expected_attention", "shares": [0.1, 1.0]},
+        {"scorer": "expected_attention", "sinks": 0},
+    ],
+)
+def test_scorers_whose_shares_mean_something(args: dict[str, Any]) -> None:
+    assert load_policy("fastgen", None, args).solves
+
+
+def test_a_head_whose_scores_are_those_of_sinks_keeps_nothing_else() -> None:
+    prompts = Prompts(recovering(recovery=0.95, fill_blocks=False), [90])
+    prompts.caches[1][0, prompts.tables[0].long()] = 0.0
+    prompts.caches[1][0, prompts.tables[0, 0].long(), 0, :SINKS] = 5.0
+    prompts.run()
+    assert prompts.keep(0)[1, 0] == SINKS + WINDOW < prompts.keep(0)[1, 1]

@@ -107,6 +107,7 @@ def _argv(tmp_path: Path, *more: str) -> list[str]:
     [
         (["--kv-policy", "pyramidkv"], "beforehand.*entropykv, ginikv, xkv, zigzagkv"),
         (["--kv-policy", "none"], "beforehand"),
+        (["--kv-policy", "adakv"], "single KV heads, which are not calibrated"),
         (["--kv-policy-args", '{"retention": 0.9}'], "no set total"),
         (["--kv-policy-args", '{"sample_first": 2}'], "'xkv' solves only a sample of the prompts"),
         (["--kv-policy-args", '{"sample_share": 0.5}'], "calibration needs all of them"),

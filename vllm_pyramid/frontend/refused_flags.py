@@ -72,7 +72,7 @@ OF_ARGUMENTS = (
         "--pipeline-parallel-size and a policy that solves its lengths from the prompt",
         "the solver needs the scores of all layers, and a stage has its own; run `vllm-pyramid "
         "calibrate` without the flag and serve the policy that it writes, or choose pyramidkv",
-        lambda args, policy: args.pipeline_parallel_size > 1 and policy.solves,
+        lambda args, policy: args.pipeline_parallel_size > 1 and policy.allocator.solves,
     ),
     Refusal(
         "--pipeline-parallel-size and a policy that drops tokens between layers",

@@ -34,6 +34,7 @@ class CapKVScorer(Scorer):
         future_positions: number of positions to come over which the rotation is averaged.
     """
 
+    scores_sinks: ClassVar[bool] = False
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True

@@ -45,6 +45,7 @@ class ExpectedAttentionScorer(Scorer):
         epsilon: added to the weight, so that V counts where the weight is next to nothing.
     """
 
+    scores_sinks: ClassVar[bool] = False
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True

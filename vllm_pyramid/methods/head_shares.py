@@ -78,8 +78,10 @@ class HeadShares(SplitHeads):
             return plan
         assert isinstance(plan, RetentionPlan), "no lengths are solved"
         *inner, end = plan.points
-        points = [self._of_lanes(point, fill_blocks=True) for point in inner]
-        return RetentionPlan((*points, self._of_lanes(end, policy.fill_blocks)))
+        of_lanes = RetentionPlan((self._of_lanes(end, policy.fill_blocks),))
+        if not of_lanes.evicts:
+            return of_lanes
+        return of_lanes.with_inner([self._of_lanes(point, fill_blocks=True) for point in inner])
 
     def inner_ends(
         self,

@@ -28,6 +28,7 @@ class LagKVScorer(Scorer):
         lag: tokens of a part.
     """
 
+    scores_sinks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = True
     kind: Literal["lagkv"] = "lagkv"
     lag: int = Field(default=128, ge=2)

@@ -38,6 +38,7 @@ class ObservedExpectedScorer(Scorer):
         future_positions: see `ExpectedAttentionScorer`.
     """
 
+    scores_sinks: ClassVar[bool] = False
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True

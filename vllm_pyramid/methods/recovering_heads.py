@@ -62,7 +62,7 @@ class RecoveringHeads(SolvedHeads):
         return [min(math.ceil(share * capacity - 1e-9), capacity) for share in self.shares]
 
     def evidence(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
-        """Return the scores; a token that goes first, and columns without one, hold nothing."""
+        """Return the scores; tokens scored -inf, and columns without a token, count as 0."""
         return scores.clamp(min=0.0)
 
     def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
@@ -89,7 +89,14 @@ class RecoveringHeads(SolvedHeads):
             raise ValueError(
                 f"policy {policy.name!r} has recovering heads, which take shares of a head's "
                 f"scores, and those of its scorer {scorer.kind!r} may be negative: choose "
-                "expected_attention or observation_window"
+                "future_attention or observation_window"
+            )
+        if not scorer.scores_sinks and policy.sinks and self.shares[0] == 0:
+            raise ValueError(
+                f"policy {policy.name!r} has recovering heads, of which the first of heads.shares "
+                f"is sinks and window alone, and its scorer {scorer.kind!r} does not say what "
+                "sinks are worth, so no head would keep that: choose future_attention or "
+                "observation_window, or let heads.shares begin above 0"
             )
 
 

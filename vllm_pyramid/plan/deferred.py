@@ -26,7 +26,7 @@ class DeferredPlan:
 
     Attributes:
         prompt_len: tokens of the prompt. block_size: tokens of a cache block.
-        num_layers: layers that share the total.
+        num_layers: layers; they share the total, or some of them each the total of these.
         budget_tokens: mean tokens that a layer keeps, window and sinks included; an upper bound
             unless `exact`.
         floor: tokens that every layer keeps: window and sinks.
@@ -130,7 +130,7 @@ class DeferredPlan:
 
     @property
     def most(self) -> int:
-        """The most tokens that a layer keeps: what the others leave of the total."""
+        """What a layer cannot exceed: what all others leave of the total."""
         left = self.budget_tokens * self.num_layers - self.least * (self.num_layers - 1)
         return min(self.prompt_len, left)
 

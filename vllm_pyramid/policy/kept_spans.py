@@ -97,7 +97,7 @@ def why_no_spans(policy: Policy) -> str | None:
     if policy.allocator.thins_prompts:
         return "tokens leave its forward pass between layers"
     if policy.heads.splits:
-        return "what its streaming heads keep does not grow with the spans"
+        return "what its KV heads keep does not grow with the spans"
     if policy.schedule.every:
         return "it also evicts generated tokens, and what a layer keeps of the prompt changes"
     return None

@@ -32,6 +32,7 @@ class Scorer(Component):
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
         not_negative: the scores are at least 0, and a key's share of its head's sum is what it
             gives of what its head gives.
+        scores_sinks: the scores of the first `sinks` tokens say what they are worth, as others do.
         asked: the function that a user's class defines.
         gives_statistics: `scores` can return the window's statistics with the scores.
         asks_ranks: `score` calls `ScorerInputs.mean_of_heads`, for which tensor-parallel ranks wait
@@ -49,6 +50,7 @@ class Scorer(Component):
     needs_output: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     not_negative: ClassVar[bool] = False
+    scores_sinks: ClassVar[bool] = True
     gives_statistics: ClassVar[bool] = False
     asks_ranks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False

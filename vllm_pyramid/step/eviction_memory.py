@@ -93,7 +93,8 @@ class EvictionMemory:
 
     Attributes:
         policy: the engine's, or the one that it has for evictions inside prompts.
-        specs: of the layers that evict. num_heads: H.
+        specs: of the layers that evict. num_heads: H, of a layer.
+        lanes: KV heads with block tables of their own; a spec is of one of them.
         longest: tokens of the longest request. requests: most of them in a step.
         threads: that run kernels on the CPU; 0 elsewhere.
         traces: whether kept positions are traced. gathers: whether pools follow the tokens.
@@ -107,6 +108,7 @@ class EvictionMemory:
     threads: int = 0
     traces: bool = False
     gathers: bool = False
+    lanes: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +132,7 @@ class EvictionMemory:
             return 0
         found = []
         for spec in self.specs:
-            heads, group = spec.num_kv_heads, self.num_heads // spec.num_kv_heads
+            heads, group = spec.num_kv_heads, self._group_of(spec)
             floats = self.policy.scorer.floats_per_key(self.policy, spec.head_size, group)
             most = 4 * heads * self.longest * floats
             if self.policy.scorer.in_parts:
@@ -181,4 +183,7 @@ class EvictionMemory:
 
     def _group(self) -> int:
         """Return the most query heads of a KV head."""
-        return max(self.num_heads // spec.num_kv_heads for spec in self.specs)
+        return max(map(self._group_of, self.specs))
+
+    def _group_of(self, spec: LayerSpec) -> int:
+        return self.num_heads // (spec.num_kv_heads * self.lanes)

@@ -211,6 +211,11 @@ def _solve(
 
 def _policy_of(settings: KVSettings) -> Policy:
     policy = settings.policy()
+    if policy is not None and policy.heads.solves:
+        raise ValueError(
+            f"policy {settings.kv_policy!r} solves the lengths of single KV heads, which are not "
+            "calibrated"
+        )
     if policy is None or not policy.allocator.solves:
         from vllm_pyramid.policy import load_presets
 

@@ -121,6 +121,7 @@ class WorkerMemory:
                 threads=threads,
                 traces=self._settings.trace is not None,
                 gathers=self._gathers,
+                lanes=self._layers.lanes,
             )
             for part in parts
         ]

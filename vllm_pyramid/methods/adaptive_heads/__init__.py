@@ -54,8 +54,8 @@ class SolvedHeads(HeadLengths):
         """Return what `measures` looks at, `[..., columns]`, without NaN where scores have none.
 
         Args:
-            scores: `[..., columns]` of one head, -inf behind a prompt's context; those of the first
-                `sinks` tokens may be anything.
+            scores: `[..., columns]` of one head, -inf behind a prompt's context.
+            sinks: the first tokens, which are kept anyway.
         """
 
     @abstractmethod
@@ -120,12 +120,14 @@ class SolvedHeads(HeadLengths):
         """Refuse prefix caching, and with it sessions and the host cache."""
         return (
             "the lengths of its heads follow from a prompt's scores, so no block is known before "
-            "to stay untouched, and blocks of single heads are not copied"
+            "to stay untouched"
         )
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
         """Refuse ranks and devices where the solved lengths would not reach all who need them."""
         from vllm.platforms import current_platform
+
+        from vllm_pyramid.methods.streaming_heads.refusals import check_alone
 
         parallel, reason = config.parallel_config, None
         if parallel.tensor_parallel_size > 1:
@@ -138,12 +140,6 @@ class SolvedHeads(HeadLengths):
                 "--pipeline-parallel-size: the scheduler hears the last stage, which does not "
                 "know the lengths of the others"
             )
-        elif parallel.data_parallel_size > 1:
-            reason = "--data-parallel-size, with which they were not tried"
-        elif config.speculative_config is not None:
-            reason = "--speculative-config, with which they were not tried"
-        elif isinstance(given := config.additional_config, dict) and given.get("kv_trace"):
-            reason = "--kv-trace, with which they were not tried"
         elif current_platform.device_type != "cpu":
             reason = "CUDA devices, where solving would wait for the device in every layer"
         if reason is not None:
@@ -151,6 +147,7 @@ class SolvedHeads(HeadLengths):
                 f"policy {policy.name!r} has {self.kind} heads, which do not go with {reason}; "
                 "leave it out, or choose another policy"
             )
+        check_alone(policy, config, "with lengths that are solved")
         super().check_config(policy, config)
 
 

@@ -47,14 +47,18 @@ MERGED_AT_ONCE, ADDED_AT_ONCE = 1024, 4096
 class DroppedTokens:
     """The means of what the lanes of requests have dropped.
 
+    Args:
+        places: for requests, made when the first one drops tokens; as many again where requests
+            that wait behind a preemption hold theirs still.
+
     Attributes:
         means: `[E, L, G, 2, D]` float32, mean key and mean value; zeros of a request's lanes that
             have dropped nothing.
         counts: `[E, L, G]` int64, the tokens that these are of.
     """
 
-    def __init__(self, num_layers: int, kv_heads: int, head_size: int) -> None:
-        self._shape = num_layers, kv_heads, 2, head_size
+    def __init__(self, num_layers: int, kv_heads: int, head_size: int, places: int = 8) -> None:
+        self._shape, self._more = (num_layers, kv_heads, 2, head_size), places
         self.means = torch.zeros(0, *self._shape)
         self.counts = np.zeros((0, num_layers, kv_heads), np.int64)
         self._places: dict[str, int] = {}
@@ -94,8 +98,7 @@ class DroppedTokens:
 
     def _new_place(self, request_id: str) -> int:
         if not self._free:
-            count = len(self.means)
-            more = max(count, 8)
+            count, more = len(self.means), self._more
             self.means = torch.cat([self.means, torch.zeros(more, *self._shape)])
             self.counts = np.concatenate(
                 [self.counts, np.zeros((more, *self.counts.shape[1:]), np.int64)]
@@ -154,14 +157,16 @@ class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def __init__(self, context: WorkerContext) -> None:
         # Specs of lanes are of a single head: the model says how many there are.
         spec, config = context.specs[0], context.config
-        self._context = context
         self._first_layer = spec.layer_idx
         self._kv_heads = config.model_config.get_num_kv_heads(config.parallel_config)
-        self.dropped = DroppedTokens(len(context.specs), self._kv_heads, spec.head_size)
+        self._requests = config.scheduler_config.max_num_seqs
+        self.dropped = DroppedTokens(
+            len(context.specs), self._kv_heads, spec.head_size, self._requests
+        )
         self._tokens: _StepTokens | None = None
 
     def bytes_of_buffers(self) -> int:
-        return self.dropped.bytes_of(self._context.config.scheduler_config.max_num_seqs)
+        return self.dropped.bytes_of(self._requests)
 
     # Every step -----------------------------------------------------------------------------------
 

@@ -14,6 +14,11 @@ from vllm_pyramid.tools.budgets.other_layers import (
     sentences_of_other_layers,
 )
 
+_CALIBRATE = (
+    "; `vllm-pyramid calibrate` measures the averages over your prompts and makes a policy of them "
+    "whose lengths are known beforehand."
+)
+
 
 def show_open_budgets(
     policy: Policy,
@@ -49,9 +54,10 @@ def show_open_budgets(
         f"{plan.least} ({f'{plan.safe} besides ' if plan.safe else ''}window and sinks) to "
         f"{plan.most}; how many is solved from its {'scores' if heads else 'attention'} when the "
         "prompt has been processed.\n"
-        "A response says what was solved (kv_transfer_params: solved_tokens, kept_tokens); "
-        "`vllm-pyramid calibrate` measures the averages over your prompts and makes a policy of "
-        "them whose lengths are known beforehand." + floor_sentence(policy) + more,
+        "A response says what was solved (kv_transfer_params: solved_tokens, kept_tokens)"
+        + ("." if heads else _CALIBRATE)
+        + floor_sentence(policy)
+        + more,
         highlight=False,
     )
 
