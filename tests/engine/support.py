@@ -217,8 +217,8 @@ def register_kernels_once() -> None:
     """
     from vllm.platforms import current_platform
 
-    # The class that has it: an engine without a policy is served by vLLM's own platform, whose class
-    # is a base of this package's.
+    # The class that has it: an engine without a policy has vLLM's own platform, whose class is a
+    # base of this package's.
     name = "register_triton_kernel_overrides"
     platform: Any = next(cls for cls in type(current_platform).__mro__ if name in vars(cls))
     original = platform.register_triton_kernel_overrides
