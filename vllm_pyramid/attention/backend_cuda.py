@@ -144,11 +144,12 @@ class PyramidImplMixin:
             output: `[T, H, D]`, written. args, kwargs: scales of fused output quantisation.
         """
 
-        is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
+        def is_fused() -> bool:
+            return any(scale is not None for scale in (*args, *kwargs.values()))
 
         def attend(query: torch.Tensor, metadata: Any) -> torch.Tensor:
             if metadata is not None and context is not None and context.lanes is not None:
-                if is_fused:
+                if is_fused():
                     raise NotImplementedError(
                         "lengths of single heads have no fused output quantisation"
                     )
@@ -165,7 +166,7 @@ class PyramidImplMixin:
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
             return attend(query, attn_metadata)
-        if (context.hooks.attend or context.hooks.correct_attention) and is_fused:
+        if (context.hooks.attend or context.hooks.correct_attention) and is_fused():
             raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
         lanes = 1 if context.lanes is None else context.lanes.count
@@ -192,7 +193,7 @@ class PyramidImplMixin:
             if attended is inputs:
                 result = attend(query, attn_metadata)
             elif attended.block_table.dim() == 3:  # which the stock kernels do not read
-                if is_fused:
+                if is_fused():
                     raise NotImplementedError("lists of pages have no fused output quantisation")
                 self.attend_to_lists(layer, attended, kv_cache, attn_metadata, output)
             else:

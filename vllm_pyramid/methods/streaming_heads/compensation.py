@@ -157,7 +157,6 @@ class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def __init__(self, context: WorkerContext) -> None:
         # Specs of lanes are of a single head: the model says how many there are.
         spec, config = context.specs[0], context.config
-        self._first_layer = spec.layer_idx
         self._kv_heads = config.model_config.get_num_kv_heads(config.parallel_config)
         self._requests = config.scheduler_config.max_num_seqs
         self.dropped = DroppedTokens(
@@ -178,16 +177,12 @@ class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self._tokens = None
         rows: list[int] = []
         places: list[int] = []
-        lanes = slice(
-            self._first_layer * self._kv_heads,
-            (self._first_layer + self.dropped.counts.shape[1]) * self._kv_heads,
-        )
         for row, request in enumerate(step.requests):
             name = request.request_id
             if step.eviction_numbers[row] == 0:
                 self.dropped.forget(name)  # preempted, and computed again
                 continue
-            skips, place = step.skips[lanes, row], self.dropped.place_of(name)
+            skips, place = step.skips[:, row], self.dropped.place_of(name)
             if not skips.any() or name in step.failures.of:
                 continue
             if place < 0 or (self.dropped.counts[place].ravel() != skips).any():
@@ -204,7 +199,7 @@ class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def correct_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
         """Merge the compensation tokens into the attention of the requests that have one."""
-        found, layer = self._tokens, inputs.layer - self._first_layer
+        found, layer = self._tokens, inputs.layer
         if found is None or not found.drops[layer]:
             return
         log_sum_exp, softmax = inputs.log_sum_exp, inputs.softmax
@@ -242,7 +237,7 @@ class Compensation(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             is_dropped[kept[row, 0, : int(batch.host_keeps[row])].long()] = False
             places = is_dropped.nonzero()[:, 0]
             sums = _sums(batch, batch.tables[row], places)
-            self.dropped.add(name, layer - self._first_layer, head, sums, len(places))
+            self.dropped.add(name, layer, head, sums, len(places))
 
 
 def _sums(batch: EvictionBatch, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
