@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs everything that a GPU is needed for, and writes one JSON file.
 
-    scripts/gpu_check.sh [--json FILE] [--only STAGE ...] [--dry-run]
+    scripts/gpu_check.sh [--json FILE] [--logs FOLDER] [--jobs N] [--only STAGE ...] [--dry-run]
 
 Stages (each in a process of its own, with a time limit):
 - numerics: every Triton kernel, compiled, against the reference in float64 (pytest -m gpu);
@@ -12,9 +12,10 @@ Stages (each in a process of its own, with a time limit):
 - thinning-*: `pyramidinfer` on both runners: where it keeps all its answers agree with those of
   `full`, and in float32 its survivors and answers with the same method in Transformers;
 - start-*: engines that start as a user's do, without a fixed size of the cache (graphs are captured
-  for their memory and taken down first), and with an error for each kernel that is compiled behind
-  the warm-up: in one process, with an engine core of its own, on two GPUs;
-- sync-check: the same with an error for each wait for the device in a step;
+  for their memory and taken down first): in one process, with an engine core of its own, on two
+  GPUs;
+- sync-check*: policies of all kinds with an error for each wait for the device in a step and, as
+  for every engine core of its own, for each kernel that is compiled behind the warm-up;
 - host-values, host-values-sync: the same for `kcache` and for survivors whose V is in host memory;
 - throughput-*, capacity-*, latency-*: `vllm-pyramid bench` on the shape of Llama 3 8B with random
   weights and prompts of 8k and 32k tokens: stock vLLM, `full` and `pyramidkv` side by side
@@ -22,8 +23,9 @@ Stages (each in a process of its own, with a time limit):
 
 A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
 reason; a stage that fails ends no other. At the end there is one table, and the exit status is 1 if
-any failed. With `--only`, the stages that FILE already holds from
-the same device and commit are kept, so a run may be cut into several.
+any failed. With `--only`, the stages that FILE already holds from the same device and commit are
+kept, so a run may be cut into several. With `--jobs`, stages that take no times run beside each
+other, and the others alone after them; PYTEST_ADDOPTS="-n 4" splits the numerics among processes.
 
 This program has not been run on a GPU yet: its parts that need none are tested, nothing else is.
 """
@@ -41,6 +43,9 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -75,6 +80,8 @@ class Stage:
         limit: seconds after which it is ended and counts as failed.
         capability, memory_gib: what the device must have, else the stage is skipped.
         devices: how many there must be.
+        alone: nothing else may run on the device meanwhile: it takes times, or vLLM measures the
+            memory that is left for its cache.
     """
 
     name: str
@@ -84,6 +91,7 @@ class Stage:
     capability: tuple[int, int] = (8, 0)
     memory_gib: int = 4
     devices: int = 1
+    alone: bool = False
 
 
 def engine_stages() -> list[Stage]:
@@ -116,20 +124,28 @@ def thinning_stages() -> list[Stage]:
 
 
 def start_stages() -> list[Stage]:
-    """Plain starts; the policies of all kinds are served in turn."""
-    core = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    """Starts with the policies of all kinds in turn; plain ones with two of them."""
     start = ("gpu_engines.py", "start")
-    # KV heads with lengths of their own are not served by several ranks.
-    on_two = (*start, "--policies", "none,full,pyramidkv,xkv,h2o,pyramidinfer,select")
-    on_host = (*start, "--policies", "none,full,kcache,snapkv+host", "--swap-space", "2")
-    return [
-        Stage("start-in-process", 900, start, ((core, "0"),), memory_gib=16),
-        Stage("start-own-core", 900, start, ((core, "1"),), memory_gib=16),
-        Stage("start-tp2", 900, (*on_two, "--tensor-parallel", "2"), memory_gib=16, devices=2),
-        Stage("sync-check", 900, start, (("VLLM_GPU_SYNC_CHECK", "error"),), memory_gib=16),
-        Stage("host-values", 600, on_host, ((core, "0"),), memory_gib=16),
-        Stage("host-values-sync", 600, on_host, (("VLLM_GPU_SYNC_CHECK", "error"),), memory_gib=16),
+    plain = (*start, "--policies", "none,full,pyramidkv")
+    core = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    stages = [
+        Stage("start-in-process", 300, plain, ((core, "0"),), memory_gib=16, alone=True),
+        Stage("start-own-core", 300, plain, ((core, "1"),), memory_gib=16, alone=True),
     ]
+    # KV heads with lengths of their own are not served by several ranks.
+    kinds = "none,full,pyramidkv,xkv,h2o,pyramidinfer,select"
+    on_two = (*start, "--policies", kinds, "--tensor-parallel", "2")
+    stages.append(Stage("start-tp2", 900, on_two, memory_gib=16, devices=2, alone=True))
+    fixed = (*start, "--cache-gib", "0.5", "--policies")
+    checked = (("VLLM_GPU_SYNC_CHECK", "error"),)
+    stages += [
+        Stage("sync-check", 600, (*fixed, "none,full,pyramidkv,xkv,h2o"), checked),
+        Stage("sync-check-kinds", 600, (*fixed, "full,pyramidinfer,select,duoattention"), checked),
+    ]
+    on_host = (*fixed, "none,full,kcache,snapkv+host", "--swap-space", "2")
+    stages.append(Stage("host-values", 600, on_host, ((core, "0"),)))
+    stages.append(Stage("host-values-sync", 600, on_host, checked))
+    return stages
 
 
 def bench_stages() -> list[Stage]:
@@ -150,13 +166,13 @@ def bench_stages() -> list[Stage]:
             ("latency", ("--repetitions", "1", "--rates", rates)),
         ):
             arguments = ("bench", measure, *common, *more)
-            stages.append(Stage(f"{measure}-{name}", 1200, arguments, memory_gib=120))
+            stages.append(Stage(f"{measure}-{name}", 1200, arguments, memory_gib=120, alone=True))
     return stages
 
 
 STAGES = (
     Stage("numerics", 500, memory_gib=16),
-    Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12),
+    Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12, alone=True),
     *engine_stages(),
     *thinning_stages(),
     *start_stages(),
@@ -272,6 +288,9 @@ def end(process: subprocess.Popen[Any]) -> None:
             process.wait(patience)
 
 
+RUNNING: set[subprocess.Popen[Any]] = set()  # processes of stages
+
+
 def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     """Run a stage to its end or its limit."""
     output, log = folder / f"{stage.name}.out", folder / f"{stage.name}.log"
@@ -279,6 +298,7 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("HF_HUB_OFFLINE", "1")
+    environment["VLLM_CACHE_ROOT"] = str(folder / f"{stage.name}.cache")  # stages write at once
     environment |= dict(stage.variables)
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
@@ -295,6 +315,7 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
             )
         except OSError as error:
             return {"seconds": 0.0, "status": "failed", "reason": f"no process: {error}"}
+        RUNNING.add(process)
         try:
             status = process.wait(stage.limit)
             problem = f"exit status {status}" if status else None
@@ -302,10 +323,11 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
             problem = f"still running after {stage.limit} s"
         finally:
             end(process)
+            RUNNING.discard(process)
     result: dict[str, Any] = {"seconds": round(time.monotonic() - begin, 1)}
     try:
         if stage.arguments:
-            if problem is None:
+            if problem is None or output.exists():  # also what it had before it failed
                 result["result"] = json.loads(output.read_text())
         else:
             result["result"] = summarise_tests(output)
@@ -320,14 +342,33 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     return result | {"status": "passed"}
 
 
+def run_stages(
+    stages: list[Stage], jobs: int, folder: Path
+) -> Iterator[tuple[Stage, dict[str, Any]]]:
+    """Run `jobs` stages at a time, then those that run alone; yield each as it ends."""
+    pool = ThreadPoolExecutor(jobs)
+    futures = {pool.submit(run_stage, s, folder): s for s in stages if not s.alone}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+        for stage in stages:
+            if stage.alone:
+                print(f"{stage.name} ...", flush=True)
+                yield stage, run_stage(stage, folder)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*RUNNING]:  # none, unless this was interrupted
+            end(process)
+
+
 # What of a stage's result goes into the table: the path of a number, what it is.
 FIGURES = {
     "numerics": (("tests", "check_attention"), "tests of attention"),
     "kernels": (("rows", 0, "share_of_copy_bandwidth"), "of the copy bandwidth, decoding"),
     "engine": (("blocks_in_decode", "pyramidkv"), "blocks, pyramidkv"),
     "thinning": (("blocks_in_decode", "thins"), "blocks, thinned"),
-    "start": (("blocks", "pyramidkv"), "blocks of the cache"),
-    "sync": (("blocks", "pyramidkv"), "blocks of the cache"),
+    "start": (("blocks", "full"), "blocks of the cache"),
+    "sync": (("blocks", "full"), "blocks of the cache"),
     "host": (("v_bytes_read_per_token", "kcache"), "bytes of V a token, kcache"),
 }
 
@@ -371,6 +412,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", metavar="STAGE", help="these alone; a name's beginning will do"
     )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="stages at a time")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps what stages print")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     options = parser.parse_args()
     for prefix in options.only or ():
@@ -395,17 +438,25 @@ def main() -> int:
         before = json.loads(options.json.read_text())
         if all(before.get(key) == report[key] for key in ("device", "commit")):
             report["stages"] = before["stages"]
-    with tempfile.TemporaryDirectory() as folder:
-        for stage in chosen:
-            reason = lacking(stage, report["device"])
-            if reason:
-                entry: dict[str, Any] = {"status": "skipped", "reason": reason}
-            else:
-                print(f"{stage.name} ...", flush=True)
-                entry = run_stage(stage, Path(folder))
-            print(f"{stage.name}: {entry['status']} {entry.get('reason', '')}", flush=True)
-            report["stages"][stage.name] = entry
-            options.json.write_text(json.dumps(report, indent=1) + "\n")  # also if cut short
+    order = {stage.name: place for place, stage in enumerate(STAGES)}
+
+    def note(stage: Stage, entry: dict[str, Any]) -> None:
+        print(f"{stage.name}: {entry['status']} {entry.get('reason', '')}", flush=True)
+        report["stages"][stage.name] = entry
+        report["stages"] = dict(sorted(report["stages"].items(), key=lambda one: order[one[0]]))
+        options.json.write_text(json.dumps(report, indent=1) + "\n")  # also if cut short
+
+    able = []
+    for stage in chosen:
+        if reason := lacking(stage, report["device"]):
+            note(stage, {"status": "skipped", "reason": reason})
+        else:
+            able.append(stage)
+    with ExitStack() as stack:
+        folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage, entry in run_stages(able, options.jobs, folder):
+            note(stage, entry)
     print(table(report))
     failed = [name for name, entry in report["stages"].items() if entry["status"] == "failed"]
     print(f"{options.json}: {len(report['stages'])} stages, failed: {failed or 'none'}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,8 @@ RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.mo
 LLAMA = ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64})
 LENGTHS = [600, 599, 512, 333, 256, 200]
 POLICIES = ("none", "full", "pyramidkv", "xkv", "h2o", "pyramidinfer", "select", "duoattention")
+# An engine whose cache has a given size does not start where less of the device is free.
+BESIDE_OTHERS = {"gpu_memory_utilization": 0.05}
 TOP_N = 16  # keys whose V is fetched from the host
 # Of each token behind a prompt: 8 pages of 13 to 38.
 SELECTS = {"budget": 128, "min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
@@ -61,6 +64,7 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "enforce_eager": mode == "eager",
+        **BESIDE_OTHERS,
     }
     if backend is not None:
         settings["attention_backend"] = backend
@@ -168,7 +172,7 @@ def run_start(
     """Serve policies in turn, in engines that start as a user's do.
 
     The cache is as large as vLLM makes it, graphs are on, and a kernel that is compiled behind the
-    warm-up is an error.
+    warm-up is an error where the engine core has a process of its own.
     """
     from vllm import SamplingParams
 
@@ -177,13 +181,16 @@ def run_start(
     from vllm_pyramid import LLM
 
     models.SHAPES["llama-gpu"] = LLAMA
+    # vLLM's monitor stays on: the next engine of the same process would not come through its own
+    # warm-up.
+    in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
     made: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": 1024,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 512,
         "gpu_memory_utilization": 0.5,
-        "jit_monitor_mode": "error",
+        "jit_monitor_mode": "warn" if in_process else "error",
         "skip_tokenizer_init": True,
         "seed": 0,
         "tensor_parallel_size": tensor_parallel,
@@ -274,12 +281,18 @@ def main() -> int:
     start = stages.add_parser("start")
     start.add_argument("--policies", default=",".join(POLICIES))
     start.add_argument("--tensor-parallel", type=int, default=1)
+    start.add_argument(
+        "--cache-gib", type=float, help="a cache of this size, which vLLM does not find"
+    )
     start.add_argument("--swap-space", type=float, help="GiB of host memory, for kcache and +host")
     start.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.stage == "start":
         policies = options.policies.split(",")
-        result = run_start(policies, options.tensor_parallel, options.swap_space)
+        settings: dict[str, Any] = {}
+        if options.cache_gib is not None:
+            settings = {"kv_cache_memory_bytes": int(options.cache_gib * 2**30), **BESIDE_OTHERS}
+        result = run_start(policies, options.tensor_parallel, options.swap_space, **settings)
     else:
         result = run_engine(options.backend, options.mode, options.runner)
     options.out.write_text(json.dumps(result))

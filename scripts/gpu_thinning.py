@@ -24,7 +24,7 @@ import numpy as np
 
 # The folder of this file is where Python looks first.
 from gpu_agreement import LOGPROBS, TOLERANCE, Agreement, agreement
-from gpu_engines import LLAMA, RUNNERS, require
+from gpu_engines import BESIDE_OTHERS, LLAMA, RUNNERS, require
 
 # Prompts of one to four pieces, the last ones shorter than the floor, too.
 LENGTHS = [600, 512, 401, 256, 97, 30]
@@ -63,6 +63,7 @@ def run_thinning(backend: str | None, runner: str, dtype: str, mode: str) -> dic
             "max_num_batched_tokens": 224,
             "max_num_seqs": 8,
             "enforce_eager": mode == "eager",
+            **BESIDE_OTHERS,
         }
         if backend is not None:
             settings["attention_backend"] = backend

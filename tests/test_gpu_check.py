@@ -204,8 +204,8 @@ RESULTS = {
     "kernels": {"rows": [{"share_of_copy_bandwidth": 0.8123}]},
     "engine": {"blocks_in_decode": {"pyramidkv": 30, "full": 200}},
     "thinning": {"blocks_in_decode": {"thins": 77}},
-    "start": {"blocks": {"pyramidkv": 4321}},
-    "sync": {"blocks": {"pyramidkv": 4321}},
+    "start": {"blocks": {"full": 4321}},
+    "sync": {"blocks": {"full": 4321}},
     "host": {"v_bytes_read_per_token": {"kcache": 8192}},
 }
 

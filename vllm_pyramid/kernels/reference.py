@@ -73,7 +73,10 @@ def write_rows(
     rows = rows[: len(valid)][valid]
     if cache.dtype in FP8_DTYPES:
         most = torch.finfo(cache.dtype).max
-        rows = (rows.float() / scale).clamp(-most, most)
+        # By a tensor: on CUDA PyTorch multiplies with the reciprocal of a number, which rounds
+        # twice.
+        divisor = torch.full((), scale, dtype=torch.float32, device=rows.device)
+        rows = (rows.float() / divisor).clamp(-most, most)
     cache[slots // block_size, :, slots % block_size] = rows.to(cache.dtype)
 
 

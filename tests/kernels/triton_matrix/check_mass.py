@@ -177,14 +177,14 @@ def test_strides(make_paged, ints, device):
 
 def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
     """Use offsets above 2**31 elements, in cache and mass, where a 32-bit product would wrap."""
-    stride, head_size = 2**30, 64
-    flat = make_huge(2 * stride + 4096, torch.bfloat16)
-    cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
-    far = make_huge(2 * stride + 4096, torch.float32).as_strided((3, 1, 16), (stride, 1, 1))
+    stride, head_size, blocks = 2**28, 64, 9
+    flat = make_huge(8 * stride + 4096, torch.bfloat16)
+    cache = flat.as_strided((blocks, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
+    far = make_huge(8 * stride + 4096, torch.float32).as_strided((blocks, 1, 16), (stride, 1, 1))
     generator = torch.Generator().manual_seed(0)
-    data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
+    data = torch.randn(blocks, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
     query = torch.randn(10, 2, head_size, generator=generator).bfloat16().to(device)
-    near = torch.zeros(3, 1, 16, device=device)
+    near = torch.zeros(blocks, 1, 16, device=device)
     for pool, mass in ((cache, far), (data, near)):
         pool.copy_(data)
         mass.zero_()
@@ -192,7 +192,7 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
             query,
             pool[..., :head_size],
             pool[..., head_size:],
-            ints([[2, 0, 1], [2, 1, 0], [1, 2, 0]]),
+            ints([[2, 0, 7], [6, 8, 4], [1, 5, 3]]),  # a block has one request
             ints([0, 1, 9, 10]),
             ints([40, 40, 35]),
             ints([3, 0, 0]),

@@ -35,6 +35,8 @@ pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 32, 16
 TOKENS, KEEP = 100, 36  # the first four blocks go
 SCALE = SIZE**-0.5
+# vLLM's kernel multiplies float32 as the device does: with 10 bits on a GPU.
+NEAR = 1e-4 if INTERPRETED else 0.05
 
 
 class Sequence:
@@ -119,7 +121,7 @@ def test_attention_to_survivors(device, dtype):
     assert torch.equal(found, short.attend(query, 0, KEEP + 1))
 
     right = evicted.plain(query, TOKENS - KEEP, TOKENS + 1)
-    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.double(), right, rtol=NEAR, atol=NEAR)
     # Numbers were quantised, by scales that differ.
     assert evicted.parts.scales["key_scales"][evicted.table[0, 4:6].long()].unique().numel() > 30
     unscaled = replace(

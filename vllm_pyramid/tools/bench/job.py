@@ -78,7 +78,7 @@ def _memory(shape: Shape, variant: Variant) -> PolicyMemory | None:
 def variants_of(
     policies: Sequence[str], budgets: Sequence[str], prompt_len: int, shape: Shape
 ) -> list[Variant]:
-    """Return every policy with every budget; a policy that evicts nothing comes once.
+    """Return every policy with every budget; a policy that has none comes once.
 
     Raises:
         ValueError: an unknown policy, a budget that it cannot have, or one that evicts nothing.
@@ -89,7 +89,7 @@ def variants_of(
             raise ValueError(f"vLLM without a policy takes part as {STOCK!r} or {STOCK_CACHING!r}")
         without_budget = Variant.parse(policy, None)
         memory = _memory(shape, without_budget)
-        if memory is None or not memory.policy.evicts:
+        if memory is None or not memory.policy.has_budget:
             variants.append(without_budget)
             continue
         for variant in (Variant.parse(policy, budget) for budget in budgets):
