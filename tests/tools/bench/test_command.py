@@ -290,6 +290,8 @@ def test_variants() -> None:
     assert thinned == Variant("pyramidinfer", "100%")
     (kcache,) = variants_of(["kcache"], ["12%"], 2048, shape)
     assert kcache == Variant("kcache", None) and job.v_on_host(kcache)
+    (streams,) = variants_of(["duoattention"], ["12%"], 2048, shape)
+    assert streams == Variant("duoattention", None)
 
 
 def test_conversations_of_a_job() -> None:

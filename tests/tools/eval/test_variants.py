@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pyramid.tools.eval.variants import Variant, parse_variants
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.tools.eval.variants import Variant, budgets_of, parse_variants
 
 pytestmark = pytest.mark.cpu
 
@@ -51,6 +52,12 @@ def test_variants_that_say_where_turns_ended() -> None:
     for name, reason in (("full", "keep"), ("h2o", "sums"), ("xkv", "solve")):
         with pytest.raises(ValueError, match=f"{name}@turns.*takes no kv_turns: .*{reason}"):
             parse(f"{name}@turns")
+
+
+def test_policies_that_have_no_budget() -> None:
+    for name in ("full", "duoattention"):
+        assert budgets_of(load_policy(name), ("12%", "512")) == [None]
+    assert budgets_of(load_policy("snapkv"), ("12%", "12%")) == ["12%"]
 
 
 def test_types_of_caches() -> None:

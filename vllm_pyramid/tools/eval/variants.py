@@ -77,8 +77,8 @@ class Variant:
 
 
 def budgets_of(policy: Policy, budgets: Sequence[str]) -> list[str | None]:
-    """Return the budgets to measure a policy at: one of None if it evicts nothing."""
-    return list(dict.fromkeys(budgets)) if policy.evicts else [None]
+    """Return the budgets to measure a policy at: one of None if it has none."""
+    return list(dict.fromkeys(budgets)) if policy.has_budget else [None]
 
 
 def _written(args: Mapping[str, Any], section: str = "") -> Iterator[str]:

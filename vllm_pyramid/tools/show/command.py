@@ -116,5 +116,5 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _budget(policy: str, budget: str) -> str | None:
-    """Return the budget for a policy; one that evicts nothing has none."""
-    return budget if load_policy(policy).evicts else None
+    """Return the budget for a policy that has one."""
+    return budget if load_policy(policy).has_budget else None
