@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -45,10 +46,11 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,14 +223,18 @@ def describe_device() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this checkout; None where there is no git."""
-    try:
-        result = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        )
-    except FileNotFoundError:
+    """The commit of this checkout, with a hash of what was changed; None where there is no git."""
+    answers = []
+    for line in (["git", "rev-parse", "HEAD"], ["git", "diff", "HEAD"]):
+        try:
+            answers.append(subprocess.run(line, cwd=ROOT, capture_output=True).stdout)
+        except FileNotFoundError:
+            return None
+    head, changes = answers
+    if not head:
         return None
-    return result.stdout.strip() or None
+    changed = f"+{hashlib.sha256(changes).hexdigest()[:12]}" if changes else ""
+    return head.decode().strip() + changed
 
 
 def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
@@ -288,12 +294,51 @@ def end(process: subprocess.Popen[Any]) -> None:
             process.wait(patience)
 
 
-RUNNING: set[subprocess.Popen[Any]] = set()  # processes of stages
+class Processes:
+    """The processes of the stages that run."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[Any]] = set()
+        self._lock = Lock()
+        self._is_over = False
+
+    def start(self, line: list[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start one in a session of its own.
+
+        Raises:
+            OSError: there is no such program, or all were ended.
+        """
+        with self._lock:
+            if self._is_over:
+                raise OSError("the check was interrupted")
+            process = subprocess.Popen(line, start_new_session=True, **options)
+            self._running.add(process)
+            return process
+
+    def end(self, process: subprocess.Popen[Any]) -> None:
+        """End one, if it has not ended."""
+        end(process)
+        with self._lock:
+            self._running.discard(process)
+
+    def end_all(self) -> None:
+        """End those that run, and start no others."""
+        with self._lock:
+            self._is_over, running = True, [*self._running]
+        for process in running:  # all are asked before the first is waited for
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in running:
+            self.end(process)
+
+
+PROCESSES = Processes()
 
 
 def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     """Run a stage to its end or its limit."""
     output, log = folder / f"{stage.name}.out", folder / f"{stage.name}.log"
+    output.unlink(missing_ok=True)  # of an earlier run with the same folder of logs
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -305,25 +350,22 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     begin = time.monotonic()
     with log.open("w") as stream:
         try:
-            process = subprocess.Popen(
+            process = PROCESSES.start(
                 command(stage, output),
                 cwd=ROOT,
                 env=environment,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
         except OSError as error:
             return {"seconds": 0.0, "status": "failed", "reason": f"no process: {error}"}
-        RUNNING.add(process)
         try:
             status = process.wait(stage.limit)
             problem = f"exit status {status}" if status else None
         except subprocess.TimeoutExpired:
             problem = f"still running after {stage.limit} s"
         finally:
-            end(process)
-            RUNNING.discard(process)
+            PROCESSES.end(process)
     result: dict[str, Any] = {"seconds": round(time.monotonic() - begin, 1)}
     try:
         if stage.arguments:
@@ -345,7 +387,10 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
 def run_stages(
     stages: list[Stage], jobs: int, folder: Path
 ) -> Iterator[tuple[Stage, dict[str, Any]]]:
-    """Run `jobs` stages at a time, then those that run alone; yield each as it ends."""
+    """Run `jobs` stages at a time, then those that run alone; yield each as it ends.
+
+    Closed before its end it ends what runs.
+    """
     pool = ThreadPoolExecutor(jobs)
     futures = {pool.submit(run_stage, s, folder): s for s in stages if not s.alone}
     try:
@@ -355,10 +400,11 @@ def run_stages(
             if stage.alone:
                 print(f"{stage.name} ...", flush=True)
                 yield stage, run_stage(stage, folder)
+    except BaseException:
+        PROCESSES.end_all()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in [*RUNNING]:  # none, unless this was interrupted
-            end(process)
 
 
 # What of a stage's result goes into the table: the path of a number, what it is.
@@ -443,7 +489,8 @@ def main() -> int:
     def note(stage: Stage, entry: dict[str, Any]) -> None:
         print(f"{stage.name}: {entry['status']} {entry.get('reason', '')}", flush=True)
         report["stages"][stage.name] = entry
-        report["stages"] = dict(sorted(report["stages"].items(), key=lambda one: order[one[0]]))
+        entries = sorted(report["stages"].items(), key=lambda one: order.get(one[0], len(order)))
+        report["stages"] = dict(entries)
         options.json.write_text(json.dumps(report, indent=1) + "\n")  # also if cut short
 
     able = []
@@ -454,8 +501,10 @@ def main() -> int:
             able.append(stage)
     with ExitStack() as stack:
         folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = folder.resolve()  # stages run in the checkout
         folder.mkdir(parents=True, exist_ok=True)
-        for stage, entry in run_stages(able, options.jobs, folder):
+        results = stack.enter_context(closing(run_stages(able, options.jobs, folder)))
+        for stage, entry in results:
             note(stage, entry)
     print(table(report))
     failed = [name for name, entry in report["stages"].items() if entry["status"] == "failed"]
@@ -465,5 +514,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def end_with_stages() -> None:
+    """End the stages too when this process is asked to end: they have sessions of their own."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_with_stages()
     sys.exit(main())

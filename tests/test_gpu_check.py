@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -327,15 +330,99 @@ def test_answers_agree_as_far_as_can_be_demanded(
 
 
 def test_starts_as_users_start(script: ModuleType) -> None:
-    """No size of the cache is given, and each way to start has its stage."""
+    """Plain starts find the size of the cache, and stages with errors serve each kind of policy."""
     stages = {stage.name: stage for stage in script.start_stages()}
     variables = {name: dict(stage.variables) for name, stage in stages.items()}
     core = "VLLM_ENABLE_V1_MULTIPROCESSING"
     assert variables["start-in-process"][core] == "0" and variables["start-own-core"][core] == "1"
     assert variables["sync-check"] == {"VLLM_GPU_SYNC_CHECK": "error"}
     assert stages["start-tp2"].arguments[-2:] == ("--tensor-parallel", "2")
+    for name, stage in stages.items():
+        assert ("--cache-gib" in stage.arguments) == (not stage.alone), name
+    policies = {
+        name: stage.arguments[stage.arguments.index("--policies") + 1].split(",")
+        for name, stage in stages.items()
+    }
+    served = {*policies["sync-check"], *policies["sync-check-kinds"]}
     source = (ROOT / "scripts" / "gpu_engines.py").read_text()
-    start = source[source.index("def run_start") : source.index("def main")]
-    assert 'default=",".join(POLICIES))' in source and '"select", "duoattention")' in source
-    assert "duoattention" not in stages["start-tp2"].arguments[-3]  # refused on several ranks
-    assert "kv_cache_memory_bytes" not in start and "jit_monitor_mode" in start
+    assert served == {*ast.literal_eval(source.partition("\nPOLICIES = ")[2].partition("\n")[0])}
+    assert policies["host-values"] == policies["host-values-sync"]
+    assert "duoattention" not in policies["start-tp2"]  # refused on several ranks
+
+
+def write_result(what: str) -> str:
+    return f"import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text({what!r})"
+
+
+def test_stages_beside_each_other_and_alone(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two wait for one another; one that runs alone finds both ended."""
+    meet = (
+        "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[2:])\nmine.touch()\n"
+    )
+    meet += "while not other.exists(): time.sleep(0.01)\npathlib.Path(sys.argv[1]).write_text('{}')"
+    alone = "import pathlib, sys\nassert pathlib.Path(sys.argv[2]).exists()\n"
+    alone += "pathlib.Path(sys.argv[1]).write_text('{}')"
+    notes = {"one": tmp_path / "a", "two": tmp_path / "b"}
+    others = {"one": [notes["one"], notes["two"]], "two": [notes["two"], notes["one"]]}
+
+    def command(stage: Any, output: Path) -> list[str]:
+        code, more = (alone, [tmp_path / "one.out"]) if stage.alone else (meet, others[stage.name])
+        return [sys.executable, "-c", code, str(output), *map(str, more)]
+
+    monkeypatch.setattr(script, "command", command)
+    stages = [
+        script.Stage("last", 60, ("x",), alone=True),
+        script.Stage("one", 60, ("x",)),
+        script.Stage("two", 60, ("x",)),
+    ]
+    entries = [(s.name, entry["status"]) for s, entry in script.run_stages(stages, 2, tmp_path)]
+    assert sorted(entries[:2]) == [("one", "passed"), ("two", "passed")]
+    assert entries[2:] == [("last", "passed")]
+
+
+def test_results_of_a_stage_that_fails_and_of_an_earlier_run(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = [f"{write_result('[1]')}; sys.exit(2)", "pass"]
+    monkeypatch.setattr(
+        script, "command", lambda _, output: [sys.executable, "-c", codes.pop(0), str(output)]
+    )
+    stage = script.Stage("name", 60, ("x",))
+    entry = script.run_stage(stage, tmp_path)
+    assert (entry["status"], entry["result"]) == ("failed", [1])
+    entry = script.run_stage(stage, tmp_path)
+    assert entry["status"] == "failed" and "result" not in entry
+
+
+def test_a_check_that_is_ended_ends_its_stages(tmp_path: Path) -> None:
+    """Asked by SIGTERM, as `timeout` does it, with two stages under way and one that waits."""
+    program = tmp_path / "check.py"
+    program.write_text(
+        f"""
+import pathlib, runpy, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu_check
+folder = pathlib.Path({str(tmp_path)!r})
+code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()));"
+code += "time.sleep(600)"
+gpu_check.command = lambda stage, output: [sys.executable, "-c", code, folder / stage.name]
+gpu_check.STAGES = tuple(gpu_check.Stage(name, 900, ("x",)) for name in ("a", "b", "c"))
+gpu_check.describe_device = lambda: {{"capability": [9, 0], "memory_gib": 80, "devices": 1}}
+sys.argv = ["gpu_check.py", "--jobs", "2", "--json", str(folder / "result.json")]
+gpu_check.end_with_stages()
+sys.exit(gpu_check.main())
+"""
+    )
+    check = subprocess.Popen([sys.executable, str(program)])
+    ids = [tmp_path / name for name in ("a", "b")]
+    for path in ids:
+        while not (path.exists() and path.read_text()):
+            assert check.poll() is None
+            time.sleep(0.01)
+    check.terminate()
+    assert check.wait(60) == 128 + signal.SIGTERM
+    for path in ids:
+        assert not Path(f"/proc/{path.read_text()}").exists()
+    assert not (tmp_path / "c").exists()
