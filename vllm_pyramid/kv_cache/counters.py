@@ -46,10 +46,13 @@ class CacheCounters:
 
 def sums_of_layers(numbers: Numbers, lanes: int) -> list[int]:
     """Return the sum of each layer's lanes, `[layers]`, of `[layers * lanes]` numbers."""
-    sums: list[int] = numbers.reshape(-1, lanes).sum(axis=1).tolist()
+    if lanes > 1:  # every step comes here: adding up single numbers would be most of its time
+        numbers = numbers.reshape(-1, lanes).sum(axis=1)
+    sums: list[int] = numbers.tolist()
     return sums
 
 
 def means_of_layers(numbers: Numbers, lanes: int) -> list[int]:
     """Return the mean of each layer's lanes, rounded down; see `sums_of_layers`."""
-    return [total // lanes for total in sums_of_layers(numbers, lanes)]
+    sums = sums_of_layers(numbers, lanes)
+    return sums if lanes == 1 else [total // lanes for total in sums]
