@@ -106,6 +106,14 @@ def test_budgets_with_v_in_host_memory(capsys: pytest.CaptureFixture[str]) -> No
     assert report["total"]["blocks"] <= 512 + 31 * 256
 
 
+def test_budgets_of_heads_that_share_a_total(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a head may hold is what the other heads of its own layer leave."""
+    argv = ("budgets", "--num-layers", "3", "--num-kv-heads", "4", "--prompt-len", "4000")
+    report = run_json(capsys, *argv, "--kv-policy", "adakv", "--kv-budget", "200")
+    least, most = report["layer"]["least"], report["layer"]["most"]
+    assert report["num_layers"] == 12 and most == 4 * 200 - 3 * least
+
+
 def test_budgets_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = write_config(tmp_path)
     report = run_json(capsys, "budgets", "--model", model, "--kv-budget", "64")

@@ -15,7 +15,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass(frozen=True)
 class GpuRun:
-    """One run of scripts/gpu_check.sh in which no stage failed; it prints the entry to add here.
+    """A run of scripts/gpu_check.sh, benches aside, without a failure; it prints what to add here.
 
     Attributes:
         package, vllm: the versions, without what follows a plus sign. device: its name.

@@ -131,7 +131,11 @@ class DeferredPlan:
     @property
     def most(self) -> int:
         """What a layer cannot exceed: what all others leave of the total."""
-        left = self.budget_tokens * self.num_layers - self.least * (self.num_layers - 1)
+        return self.most_among(self.num_layers)
+
+    def most_among(self, count: int) -> int:
+        """Return what one of `count` layers cannot exceed that have a total of their own."""
+        left = self.budget_tokens * count - self.least * (count - 1)
         return min(self.prompt_len, left)
 
     def end_point(self, keep: Sequence[int] | npt.NDArray[Any]) -> EvictionPoint:

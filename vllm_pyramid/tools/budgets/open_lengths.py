@@ -52,8 +52,8 @@ def show_open_budgets(
         f"({most}{plan.budget_tokens} on average), in at most {total['blocks']} of "
         f"{report['full']['blocks']} blocks. Each {'head' if heads else 'layer'} keeps "
         f"{plan.least} ({f'{plan.safe} besides ' if plan.safe else ''}window and sinks) to "
-        f"{plan.most}; how many is solved from its {'scores' if heads else 'attention'} when the "
-        "prompt has been processed.\n"
+        f"{report['layer']['most']}; how many is solved from its "
+        f"{'scores' if heads else 'attention'} when the prompt has been processed.\n"
         "A response says what was solved (kv_transfer_params: solved_tokens, kept_tokens)"
         + ("." if heads else _CALIBRATE)
         + floor_sentence(policy)
@@ -73,6 +73,8 @@ def _report(
     policy: Policy, plan: DeferredPlan, source: str, shape: CacheShape, chosen: BlockSize
 ) -> dict[str, Any]:
     total = plan.budget_tokens * plan.num_layers
+    # The KV heads of one layer share a total, or all layers do.
+    sharing = shape.num_kv_heads if policy.heads.splits else plan.num_layers
     # Of K and V: blocks of K alone have twice the tokens.
     block_size = plan.block_size // (2 if policy.values.uses_swap_space else 1)
     sizes = policy.block_sizes(plan.num_layers, block_size)
@@ -91,7 +93,7 @@ def _report(
         "num_layers": plan.num_layers,
         "lengths": "solved from each prompt",
         "total_is": "exact" if plan.exact else "at most",
-        "layer": {"least": plan.least, "most": plan.most},
+        "layer": {"least": plan.least, "most": plan.most_among(sharing)},
         "total": {"least": plan.min_tokens * plan.num_layers, "keep": total, "blocks": blocks},
         "full": {"keep": plan.prompt_len * plan.num_layers, "blocks": full},
         **({"layers": shape.layers} if shape.layers else {}),
