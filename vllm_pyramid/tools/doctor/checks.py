@@ -206,7 +206,7 @@ def of_gpus() -> Iterator[Finding]:
     pair = __version__, vllm_version().partition("+")[0]
     if not any((run.package, run.vllm) == pair for run in RUNS):
         yield Finding(
-            *("GPU", "record", "no run of these versions on a GPU is on record", NOTE),
+            *("GPU", "record", "no whole check of these versions on a GPU is on record", NOTE),
             "run scripts/gpu_check.sh in a checkout before you rely on it (docs/gpu.md)",
         )
 
