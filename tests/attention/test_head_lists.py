@@ -53,3 +53,19 @@ def test_single_heads_attend_as_lists(order: str, heads: int) -> None:
     reference.paged_attention(out.view(REQUESTS * heads, GROUP, SIZE), own, softmax)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert not torch.isclose(out[0], out[1]).all()
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_what_flash_attention_takes_is_contiguous(requests: int) -> None:
+    """Also of one request, of which an expanded tensor can be flattened without a copy."""
+    cache = torch.zeros(BLOCKS, HEADS, N, 2 * SIZE)
+    query = torch.zeros(requests, HEADS * GROUP, SIZE)
+    table = torch.ones(requests, HEADS, WIDTH, dtype=torch.int32)
+    lens = torch.full((requests,), N, dtype=torch.int32)
+    starts = torch.arange(requests + 1, dtype=torch.int32)
+    caches = cache[..., :SIZE], cache[..., SIZE:]
+    batch = AttentionBatch(query, *caches, table, starts, lens, torch.zeros_like(lens))
+    lists = single_heads(batch, cache)
+    for tensor in (lists.query, lists.block_table, lists.starts, lists.seq_lens):
+        assert tensor.is_contiguous()
+    assert lists.seq_lens.tolist() == [N] * (requests * HEADS)

@@ -60,5 +60,6 @@ def single_heads(batch: AttentionBatch, kv_cache: torch.Tensor) -> SingleHeads:
         view,
         (table * per_block + places[:, None]).flatten(0, 1),
         torch.arange(requests + 1, dtype=torch.int32, device=device),
-        batch.seq_lens[:, None].expand(-1, heads).flatten(),
+        # Of one request `flatten` would be a view, which FlashAttention does not take.
+        batch.seq_lens[:, None].expand(-1, heads).flatten().contiguous(),
     )
