@@ -266,7 +266,7 @@ def run(args: argparse.Namespace, prompts: list[dict[str, Any]], output: Path) -
     name, changes = args.kv_policy or AUTO, parse_policy_args(args.kv_policy_args)
     policy = load_policy(name, None, changes)
     if not policy.has_budget:
-        raise ValueError(f"policy {name!r} has no budget that could be looked for")
+        raise ValueError(f"policy {name!r} has none: there is no budget to look for")
     if policy.min_tokens is None:  # what a server adds
         changes = {**changes, "min_tokens": DEFAULT_MIN_TOKENS}
     for budget in budgets:
