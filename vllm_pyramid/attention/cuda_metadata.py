@@ -54,8 +54,11 @@ class PyramidBuilderMixin:
         one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if settings is None:
             return one
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        if settings.policy.works_in_every_step or settings.policy.excludes_graphs(stages):
+        policy = settings.policy
+        if policy.works_in_every_step or (
+            policy.attends
+            and policy.excludes_graphs(vllm_config.parallel_config.pipeline_parallel_size)
+        ):
             return AttentionCGSupport.NEVER
         if not settings.num_drafts:
             return one

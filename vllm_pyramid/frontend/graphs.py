@@ -22,7 +22,8 @@ def check_graphs(config: VllmConfig, policy: Policy) -> None:
     """
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
-    if mode is not None and policy.excludes_graphs(config.parallel_config.pipeline_parallel_size):
+    stages = config.parallel_config.pipeline_parallel_size
+    if mode is not None and policy.excludes_graphs(stages):
         _exclude_attention(config, policy, mode)
         return
     if mode is None or mode == CUDAGraphMode.NONE or not (policy.evicts or policy.attends):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
 
 from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling
 from vllm_pyramid.methods.pages.compiled import compile_kernels
@@ -107,15 +106,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         pages = -(-config.model_config.max_model_len // self._bounds.block_size) + TILE
         heads = config.model_config.get_num_attention_heads(config.parallel_config)
         lists = ROWS_AT_ONCE * (heads + self._kv_heads) + 3 * requests * self._kv_heads
-        if self._has_whole_graphs:  # `DecodeRows`, next to what other steps take
+        if self.context.whole_graphs():  # `DecodeRows`, next to what other steps take
             lists += self._kv_heads * (min(requests, ROWS_AT_ONCE) + 2 * requests)
         return 4 * pages * lists
-
-    @property
-    def _has_whole_graphs(self) -> bool:
-        """Whether vLLM captures graphs of whole decode steps."""
-        mode = self.context.config.compilation_config.cudagraph_mode
-        return mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
 
     def allocate(self, num_blocks: int) -> None:
         self.summaries = torch.empty(0)  # two generations never exist together
@@ -123,10 +116,10 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         with torch.inference_mode(False):
             self.summaries = torch.zeros(shape, dtype=self._dtype, device=self.context.device)
         self._decode_rows = None
-        config = self.context.config
-        if self._has_whole_graphs:
+        if self.context.whole_graphs():
+            config = self.context.config
             self._decode_rows = DecodeRows(
-                self.context.specs[0].num_layers,
+                self._layers.stop,  # all layers: such graphs have one pipeline stage
                 config.scheduler_config.max_num_seqs,
                 self._kv_heads,
                 config.model_config.max_model_len,
