@@ -185,6 +185,7 @@ class Worker:
         answer: int = 32,
         *,
         copies: bool = True,
+        graphs: bool = False,
         more: Sequence[Callable[[WorkerContext], WorkerHooks]] = (),
     ) -> None:
         self.device, self.prompts = device, prompts
@@ -229,8 +230,11 @@ class Worker:
                     get_num_attention_heads=lambda parallel: HEADS,
                 ),
                 parallel_config=SimpleNamespace(tensor_parallel_size=1),
-                scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
+                scheduler_config=SimpleNamespace(
+                    max_num_batched_tokens=STEP_TOKENS, max_num_seqs=len(prompts)
+                ),
             ),
+            whole_graphs=lambda: graphs,
             host_memory=lambda count: SimpleNamespace(
                 bytes=device.put(torch.zeros(count, dtype=torch.uint8)),
                 release=lambda: None,

@@ -474,7 +474,7 @@ def graphs(mode: str, *, inductor: bool = False) -> Any:
     )
 
 
-@pytest.mark.parametrize("policy", ["kcache", "pyramidkv"])
+@pytest.mark.parametrize("policy", ["kcache", "pyramidkv", "select"])
 def test_graphs_leave_out_what_a_method_attends_to(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
@@ -491,6 +491,18 @@ def test_graphs_leave_out_what_a_method_attends_to(
         assert config.compilation_config.cudagraph_mode.name == expected
     expects = ["kv-policy kcache: cudagraph_mode is PIECEWISE, not FULL_AND_PIECEWISE"]
     assert [line.partition(": which")[0] for line in said] == expects * (policy == "kcache")
+
+
+def test_graphs_of_selected_pages() -> None:
+    """Of decode steps, on one pipeline stage, by scorers that have kernels."""
+    select = load_policy("select")
+    check_graphs(graphs("FULL_DECODE_ONLY"), select)
+    with pytest.raises(ValueError, match="which would skip the summaries of pages"):
+        check_graphs(graphs("FULL"), select)
+    with pytest.raises(ValueError, match="use_inductor_graph_partition and CUDA graphs"):
+        check_graphs(graphs("FULL_AND_PIECEWISE", inductor=True), select)
+    assert not select.excludes_graphs(1) and select.excludes_graphs(2)
+    assert load_policy("infllm").excludes_graphs(1)  # whose scorer runs in PyTorch
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])

@@ -142,6 +142,10 @@ class _Context:
     device = torch.device("cpu")
     block_size = N
 
+    @staticmethod
+    def whole_graphs() -> bool:
+        return False
+
     class _Spec:
         num_kv_heads, head_size, dtype = KV_HEADS, SIZE, torch.float32
 

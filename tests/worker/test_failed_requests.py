@@ -33,8 +33,8 @@ EVICTING = [p for p in policies() if p.evicts]
 CPU = torch.device("cpu")
 
 
-def _run(policy: Policy, device: Any, spoiled: str | None) -> Worker:
-    worker = Worker(policy, device, PROMPTS, answer=len(PIECES) + 8)
+def _run(policy: Policy, device: Any, spoiled: str | None, *, graphs: bool = False) -> Worker:
+    worker = Worker(policy, device, PROMPTS, answer=len(PIECES) + 8, graphs=graphs)
     worker.spoiled = spoiled
     for scheduled in (PIECES if policy.allocator.thins_prompts else STEPS)[:7]:
         worker.step(scheduled)
@@ -90,16 +90,17 @@ def test_keys_that_are_chosen_in_every_step_are_looked_at_in_every_step(
     assert {name: failure.kind for name, failure in worker.failed.items()} == {"c": SCORES}
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 def test_pages_that_cannot_be_ranked_end_their_request_alone(
-    on_device: bool, monkeypatch: pytest.MonkeyPatch
+    on_device: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of a prompt are NaN, and so are the summaries of its pages; nothing is evicted."""
     policy = next(policy for policy in policies() if policy.name == "select")
     with PretendedDevice() as device:
         used = device if on_device else Host()
         launch_tables(monkeypatch, used)
-        right, worker = (_run(policy, used, spoiled) for spoiled in (None, "c"))
+        right, worker = (_run(policy, used, spoiled, graphs=graphs) for spoiled in (None, "c"))
     assert device.waits == []
     assert right.failed == {}
     assert {name: failure.kind for name, failure in worker.failed.items()} == {"c": SCORES}

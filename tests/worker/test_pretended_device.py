@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.pretended_device import PretendedDevice, data_of
-from tests.shifted_worker import Host, Worker, launch_tables, policies
+from tests.shifted_worker import BLOCK, Host, Worker, launch_tables, policies
+from vllm_pyramid.methods.pages.choosing import TILE, padded
 from vllm_pyramid.policy import Policy
 
 pytestmark = pytest.mark.cpu
@@ -114,3 +115,31 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
         assert torch.equal(worker.host_values(), on_host.host_values())
     if policy.attends:
         assert worker.reports == on_host.reports and any(worker.reports)
+
+
+@pytest.mark.parametrize(
+    "policy", [one for one in policies() if one.attend.selects], ids=lambda policy: policy.name
+)
+def test_decode_steps_with_tensors_that_stay(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    """Where graphs of whole decode steps are captured: the same pages, and no wait."""
+
+    def run(device: Any, graphs: bool) -> Worker:
+        launch_tables(monkeypatch, device)
+        worker = Worker(policy, device, PROMPTS, answer=len(STEPS), graphs=graphs)
+        for scheduled in STEPS:
+            worker.step(scheduled)
+        return worker
+
+    with PretendedDevice() as device:
+        worker = run(device, True)
+    assert device.waits == [] and worker.failed == {}
+    plain = run(Host(), False)
+    assert worker.reports == plain.reports and any(worker.reports)
+    assert torch.equal(worker.cache, plain.cache)
+    pages = padded(-(-worker.longest // BLOCK), TILE)  # lists are as long as any may be
+    assert sum(call.block_table.shape[2] == pages for call in worker.calls) > 6
+    assert len(worker.outs) == len(plain.outs) > 0
+    for out, right in zip(worker.outs, plain.outs, strict=True):
+        assert torch.equal(out, right)

@@ -45,16 +45,20 @@ class PyramidBuilderMixin:
         """Return which steps may be graphs: decode steps of one token, or of one and its drafts.
 
         An eviction is Python, which a graph leaves out. None at all where a policy works in every
-        step, or attends by itself; vLLM then runs attention between piecewise graphs, or says
-        that the mode which was asked for cannot be. With drafts the last chunk of a prompt is
-        longer than a decode step; a short prompt might look like one, and must be one that is not
-        evicted.
+        step, or attends by code of its own on the host; vLLM then runs attention between piecewise
+        graphs, or says that the mode which was asked for cannot be. With drafts the last chunk of a
+        prompt is longer than a decode step; a short prompt might look like one, and must be one
+        that is not evicted.
         """
         settings = ServedSettings.of(vllm_config)
         one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if settings is None:
             return one
-        if settings.policy.works_in_every_step or settings.policy.attends:
+        policy = settings.policy
+        if policy.works_in_every_step or (
+            policy.attends
+            and policy.excludes_graphs(vllm_config.parallel_config.pipeline_parallel_size)
+        ):
             return AttentionCGSupport.NEVER
         if not settings.num_drafts:
             return one

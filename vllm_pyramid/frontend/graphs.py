@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
 from vllm_pyramid.policy import Policy
@@ -14,24 +14,29 @@ logger = init_logger(f"vllm.{__name__}")
 def check_graphs(config: VllmConfig, policy: Policy) -> None:
     """Refuse full graphs of prefill, which would replay attention without evicting.
 
-    Policies that replace the attention of some layers also exclude attention from decode graphs.
+    Policies that replace the attention of some layers on the host also exclude attention from
+    decode graphs.
 
     Raises:
         ValueError: naming the option to change.
     """
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
-    if mode is not None and policy.attends:
+    stages = config.parallel_config.pipeline_parallel_size
+    if mode is not None and policy.excludes_graphs(stages):
         _exclude_attention(config, policy, mode)
         return
-    if mode is None or not policy.evicts:
+    if mode is None or mode == CUDAGraphMode.NONE or not (policy.evicts or policy.attends):
         return
     if mode.mixed_mode() == CUDAGraphMode.FULL:
+        skipped = "eviction" if policy.evicts else "summaries of pages"
         raise ValueError(
             f"compilation_config.cudagraph_mode {mode.name} captures prefill in a full graph, "
-            "which would skip the eviction: use FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE "
+            f"which would skip the {skipped}: use FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE "
             "or NONE"
         )
+    if policy.attends:
+        _check_partition(compilation, policy)
 
 
 def _exclude_attention(config: VllmConfig, policy: Policy, mode: CUDAGraphMode) -> None:
@@ -45,12 +50,7 @@ def _exclude_attention(config: VllmConfig, policy: Policy, mode: CUDAGraphMode) 
             f"policy {policy.name!r} replaces the attention of some layers by code that runs on "
             "the host in each step: use PIECEWISE or NONE"
         )
-    if compilation.use_inductor_graph_partition:
-        raise ValueError(
-            f"policy {policy.name!r} does not work with "
-            "compilation_config.use_inductor_graph_partition and CUDA graphs: the graphs would "
-            "include the writing of V; leave one of them out"
-        )
+    _check_partition(compilation, policy)
     if mode != CUDAGraphMode.PIECEWISE:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         logger.info(
@@ -58,4 +58,13 @@ def _exclude_attention(config: VllmConfig, policy: Policy, mode: CUDAGraphMode) 
             "known to the host only, so attention runs between the graphs",
             policy.name,
             mode.name,
+        )
+
+
+def _check_partition(compilation: CompilationConfig, policy: Policy) -> None:
+    if compilation.use_inductor_graph_partition:
+        raise ValueError(
+            f"policy {policy.name!r} does not work with "
+            "compilation_config.use_inductor_graph_partition and CUDA graphs: the graphs would "
+            "include the writing of V; leave one of them out"
         )

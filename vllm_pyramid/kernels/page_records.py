@@ -87,3 +87,13 @@ class PageSelection:
 
         lists = (rows, kv_heads, width)
         return PageSelection(make(*lists), make(*lists), make(rows), make(rows), make(rows))
+
+    def of_rows(self, part: slice) -> PageSelection:
+        """Return some rows of it, to write to or to read."""
+        return PageSelection(
+            self.block_table[part],
+            self.pages[part],
+            self.counts[part],
+            self.seq_lens[part],
+            self.skips[part],
+        )

@@ -81,6 +81,15 @@ class Component(BaseModel):
         return False
 
     @property
+    def attends_in_graphs(self) -> bool:
+        """Return whether decode steps of a part that attends may be captured as whole graphs.
+
+        Its hooks then launch, when they are called for a capture, what each step wants launched,
+        over tensors that each step writes before.
+        """
+        return False
+
+    @property
     def approximates_answers(self) -> bool:
         """Return whether K and V of generated tokens are not those of full attention.
 

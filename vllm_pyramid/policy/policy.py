@@ -221,8 +221,19 @@ class Policy(BaseModel):
 
     @property
     def attends(self) -> bool:
-        """Whether a part replaces the attention of some layers, which no full graph may cover."""
+        """Whether a part replaces the attention of some layers, or what it attends to."""
         return any(part.attends for part in self.parts)
+
+    def excludes_graphs(self, stages: int) -> bool:
+        """Whether no graph of a whole decode step may be captured, because of parts that attend.
+
+        Args:
+            stages: of the pipeline. Parts of all of them look at what the host knows of a step.
+        """
+        of_attention = [part for part in self.parts if part.attends]
+        if stages > 1:
+            return bool(of_attention)
+        return not all(part.attends_in_graphs for part in of_attention)
 
     @property
     def approximates_answers(self) -> bool:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -30,6 +31,12 @@ from vllm_pyramid.worker.ranks import TensorParallelRanks
 from vllm_pyramid.worker.step_tables import RunnerTables, StepTables
 from vllm_pyramid.worker.warm_up import compile_kernels
 from vllm_pyramid.worker.worker_layers import WorkerLayers
+
+
+def captures_decode_steps(config: VllmConfig) -> bool:
+    """Return whether vLLM captures graphs of whole decode steps."""
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
 
 
 class WorkerRuntime:
@@ -95,6 +102,7 @@ class WorkerRuntime:
             copies=copies_of(device),
             table=self.tables.of_layer,
             lanes=self.layers.lanes,
+            whole_graphs=partial(captures_decode_steps, config),
         )
         tracker.hooks = MethodHooks(policy.worker_hooks(context))
         tracker.failures.has_peers = ranks.size > 1 or pipeline.count > 1

@@ -125,6 +125,10 @@ class SelectPages(Attend):
         return True
 
     @property
+    def attends_in_graphs(self) -> bool:
+        return self.scorer.has_kernels and not self.scorer.needs_queries
+
+    @property
     def approximates_answers(self) -> bool:
         return True
 

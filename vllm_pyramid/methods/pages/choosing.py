@@ -189,17 +189,6 @@ class Choosing:
             key_scale=inputs.key_scale,
         )
 
-    def selection_of(self, part: slice) -> PageSelection:
-        """Return a part of `selection`, to write to."""
-        all_rows = self.selection
-        return PageSelection(
-            all_rows.block_table[part],
-            all_rows.pages[part],
-            all_rows.counts[part],
-            all_rows.seq_lens[part],
-            all_rows.skips[part],
-        )
-
     def tables(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tables, lengths and skips of all rows: those that read everything have their own.
 

@@ -16,8 +16,10 @@ from vllm_pyramid.step.failures import METHOD, SCORES, Failure
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.pages.choosing import Choosing
+    from vllm_pyramid.methods.pages.decode_rows import DecodeRows
     from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
     from vllm_pyramid.step.failures import Failures
+    from vllm_pyramid.step.step import Step
 
 _UNRANKED = Failure(
     SCORES, "its keys or queries have NaN or infinity, so its pages cannot be ranked"
@@ -54,6 +56,45 @@ def fail_unranked(
             query[part] = own
         else:
             query.index_copy_(0, choosing.tokens[part], own)
+
+
+def flag_decoding(step: Step, rows: DecodeRows) -> None:
+    """Let the requests of a decode step fail whose rows will be flagged when the device has them.
+
+    Call it before the step's layers. Nothing is read here, unless the flags are on the CPU: there
+    `note_decoding` says so.
+    """
+    names = [request.request_id for request in step.requests]
+    if rows.unranked.device.type != "cpu":
+        step.failures.flag(_UNRANKED, names, rows.unranked[: len(names)])
+        step.failures.flag(_OTHER_COUNTS, names, rows.miscounted[: len(names)])
+
+
+def note_decoding(
+    step: Step | None,
+    rows: DecodeRows,
+    part: slice,
+    scores: torch.Tensor | None = None,
+    *,
+    counts: torch.Tensor | None = None,
+    budgets: torch.Tensor | None = None,
+) -> None:
+    """Flag rows of a decode step: those with NaN for scores, which are replaced, or other counts.
+
+    Args:
+        step: None while a graph is captured. part: rows. scores: `[rows of it, G, pages]`.
+        counts, budgets: `[rows of it]`, pages in the tables, and those that were planned.
+    """
+    if scores is not None:
+        wrong, flags, failure = scores.flatten(1).sum(dim=1).isnan(), rows.unranked, _UNRANKED
+        scores.masked_fill_(wrong[:, None, None], 0.0)
+    else:
+        assert counts is not None and budgets is not None
+        wrong, flags, failure = counts != budgets, rows.miscounted, _OTHER_COUNTS
+    flags[part].logical_or_(wrong)
+    if step is not None and wrong.device.type == "cpu":
+        names = [request.request_id for request in step.requests][part]
+        step.failures.flag(failure, names, wrong[: len(names)])
 
 
 def note_counts(failures: Failures, plan: StepReadsPlan, choosing: Choosing, layer: int) -> None:

@@ -15,11 +15,17 @@ import torch
 
 from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling
 from vllm_pyramid.methods.pages.compiled import compile_kernels
+from vllm_pyramid.methods.pages.decode_rows import DecodeRows
 from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.refusals import check_result
 from vllm_pyramid.methods.pages.step_rows import Bounds, StepReadsPlan
-from vllm_pyramid.methods.pages.unranked import fail_unranked, note_counts
+from vllm_pyramid.methods.pages.unranked import (
+    fail_unranked,
+    flag_decoding,
+    note_counts,
+    note_decoding,
+)
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.hooks import (
@@ -80,6 +86,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self._filled: Filling | None = None
         self._choosing: Choosing | None = None
         self._is_prepared = False  # whether the two above are those of the step
+        # Where graphs of whole decode steps are captured; and whether the step has its rows there.
+        self._decode_rows: DecodeRows | None = None
+        self._decodes = False
 
     # Memory ---------------------------------------------------------------------------------------
 
@@ -96,14 +105,27 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         # Logits and scores of a part, and three lists of pages for each request.
         pages = -(-config.model_config.max_model_len // self._bounds.block_size) + TILE
         heads = config.model_config.get_num_attention_heads(config.parallel_config)
-        logits = ROWS_AT_ONCE * (heads + self._kv_heads)
-        return 4 * pages * (logits + 3 * requests * self._kv_heads)
+        lists = ROWS_AT_ONCE * (heads + self._kv_heads) + 3 * requests * self._kv_heads
+        if self.context.whole_graphs():  # `DecodeRows`, next to what other steps take
+            lists += self._kv_heads * (min(requests, ROWS_AT_ONCE) + 2 * requests)
+        return 4 * pages * lists
 
     def allocate(self, num_blocks: int) -> None:
         self.summaries = torch.empty(0)  # two generations never exist together
         shape = num_blocks, self._kv_heads, self.scorer.summary_rows * self._head_size
         with torch.inference_mode(False):
             self.summaries = torch.zeros(shape, dtype=self._dtype, device=self.context.device)
+        self._decode_rows = None
+        if self.context.whole_graphs():
+            config = self.context.config
+            self._decode_rows = DecodeRows(
+                self._layers.stop,  # all layers: such graphs have one pipeline stage
+                config.scheduler_config.max_num_seqs,
+                self._kv_heads,
+                config.model_config.max_model_len,
+                self._bounds.block_size,
+                self.context.device,
+            )
 
     def compile_kernels(self, inputs: AttentionInputs) -> None:
         compile_kernels(inputs, self.selection, self.summaries, self._pool(inputs), self._bounds)
@@ -122,6 +144,14 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self._step = step
         self._plan = StepReadsPlan(step, budgets, self._bounds, self._layers)
         self._is_prepared = False
+        rows = self._decode_rows
+        self._decodes = rows is not None and rows.fit(step)
+        if self._decodes:
+            assert rows is not None
+            rows.write(step, self._plan)
+            flag_decoding(step, rows)
+            for layer in range(self._layers.start, self._layers.stop):
+                self._plan.note_planned(layer)  # a replayed graph calls nothing
 
     def _prepare(self, step: Step, plan: StepReadsPlan, *, shifted: bool) -> None:
         """Make what the step's kernels take, when the first layer that selects says of its table.
@@ -155,6 +185,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
         """Summarise the pages that are full now, and return tables of the pages that are read."""
+        rows = self._decode_rows
+        if rows is not None and self._is_decoding(inputs):
+            return self._select_decoding(inputs, rows)
         if self._step is None or self._plan is None:
             return inputs
         if inputs.layer < self.selection.dense_layers:
@@ -171,6 +204,58 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             self._plan.note_dense(inputs.layer)
             return inputs
         return self._select(inputs, self._step, self._plan, self._choosing)
+
+    def _is_decoding(self, inputs: AttentionInputs) -> bool:
+        """Return whether the step is one that graphs are made of: being captured, or decoding."""
+        return self._decodes if self._step is not None else inputs.batch.max_query_len == 1
+
+    def _select_decoding(self, inputs: AttentionInputs, rows: DecodeRows) -> AttentionInputs:
+        """Do what `_summarise` and `_select` do for the rows of a decode step, whatever they are.
+
+        Nothing here depends on the step but the contents of tensors that stay, so it may be
+        captured.
+        """
+        layer, batch, bounds = inputs.layer, inputs.batch, self._bounds
+        if layer < self.selection.dense_layers:
+            return inputs
+        count = len(batch.seq_lens)
+        if self.scorer.summary_kind is not None:
+            inputs.ops.summarise_pages(
+                *(self.summaries, inputs.key_cache, inputs.block_table),
+                *(rows.starts[layer][:count], rows.ends[layer][:count], rows.no_skips[:count]),
+                kind=self.scorer.summary_kind,
+                max_pages=1,
+            )
+        for part in rows.parts(count):
+            pages = rows.batch(inputs, part)
+            scores = inputs.ops.score_pages(
+                pages,
+                inputs.softmax,
+                self._pool(inputs),
+                kind=self.scorer.score_kernel,
+                combine=self.selection.combine,
+                out=rows.scores[: part.stop - part.start],
+            )
+            budgets, chosen = rows.budgets[layer][part], rows.selection.of_rows(part)
+            note_decoding(self._step, rows, part, scores)
+            inputs.ops.select_pages(
+                pages, scores, budgets, sinks=bounds.sinks, recent=bounds.recent, out=chosen
+            )
+            note_decoding(self._step, rows, part, counts=chosen.counts, budgets=budgets)
+        chosen = rows.selection.of_rows(slice(0, count))
+        return replace(
+            inputs,
+            batch=replace(
+                batch,
+                query=batch.query[:count],
+                block_table=chosen.block_table,
+                query_start_loc=rows.query_starts[: count + 1],
+                seq_lens=chosen.seq_lens,
+                skips=chosen.skips,
+                max_query_len=1,
+                max_seq_len=rows.pages * bounds.block_size,
+            ),
+        )
 
     def _summarise(
         self, inputs: AttentionInputs, filled: Filling, queries: torch.Tensor | None
@@ -241,7 +326,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 choosing.budgets[layer][part],
                 sinks=bounds.sinks,
                 recent=bounds.recent,
-                out=choosing.selection_of(part),
+                out=choosing.selection.of_rows(part),
             )
         note_counts(step.failures, plan, choosing, layer)
         table, seq_lens, skips = choosing.tables(inputs)
@@ -276,6 +361,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         """
         begun, plan = self._step, self._plan
         self._step = self._plan = self._choosing = self._filled = None
+        self._decodes = False
         if begun is None or plan is None or not len(plan.requests):
             return None
         names = [request.request_id for request in begun.requests]

@@ -101,6 +101,8 @@ class WorkerContext:
             `[>= R, M]` int32; None where attention reads vLLM's own tables.
         inside: the part works for evictions inside the prompt alone (`chunk`).
         lanes: KV heads of a layer that have block tables of their own; 1: all share one.
+        whole_graphs: returns whether vLLM captures graphs of whole decode steps, which it decides
+            before it allocates a cache.
     """
 
     config: VllmConfig
@@ -117,6 +119,7 @@ class WorkerContext:
     table: Callable[[int], torch.Tensor] | None = None
     inside: bool = False
     lanes: int = 1
+    whole_graphs: Callable[[], bool] = lambda: False
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels of page selection take in decode steps, at addresses that stay.
+
+A graph of a whole decode step replays the kernels that were launched when it was captured, with
+the tensors of that moment. So each step writes its numbers into these, before the graph is
+replayed, and sizes are those of the longest sequence: each row of a step is one query, which reads
+as many pages as its budget says. A row that reads everything has the number of its visible pages as
+its budget.
+
+Shape legend: L layers, R_max requests, G KV heads, W pages of a sequence of the greatest length,
+N tokens of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, padded
+from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
+    from vllm_pyramid.step.attention_inputs import AttentionInputs
+    from vllm_pyramid.step.step import Step
+
+
+class DecodeRows:
+    """The rows of a step in which each request computes one token, and what they choose.
+
+    Attributes:
+        positions: `[L, R_max]` int32, of each row's query, counted from the first token that a
+            layer's table has.
+        budgets: `[L, R_max]` int32, pages that each row reads.
+        starts, ends: `[L, R_max]` int32, first and one behind the last position of the page that a
+            row's token fills; equal where it fills none.
+        no_skips: `[R_max]` int32, zeros. query_starts: `[R_max + 1]` int32, where queries begin.
+        unranked, miscounted: `[R_max]` bool, rows whose scores have NaN, and rows whose tables
+            have other numbers of pages than was planned, in any layer of the step.
+        scores: `[<= ROWS_AT_ONCE, G, W]` float32 of the current layer.
+        selection: of the current layer, for R_max rows of W pages.
+
+    Args:
+        max_len: tokens of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        rows: int,
+        kv_heads: int,
+        max_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._block_size, self._written = block_size, 0
+        self.pages = padded(-(-max_len // block_size), TILE)
+        # Each layer's part begins at a multiple of 16 bytes, or Triton compiles other kernels.
+        width = padded(rows, 4)
+        with torch.inference_mode(False):  # as vLLM's buffers, which outlive a step
+            self._numbers = torch.zeros(4, num_layers, width, dtype=torch.int32, device=device)
+            self.positions, self.budgets, self.starts, self.ends = self._numbers
+            self.budgets.fill_(1)
+            self.no_skips = torch.zeros(rows, dtype=torch.int32, device=device)
+            self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+            self.unranked, self.miscounted = torch.zeros(2, rows, dtype=torch.bool, device=device)
+            at_once = min(rows, ROWS_AT_ONCE)
+            self.scores = torch.zeros(at_once, kv_heads, self.pages, device=device)
+            self.selection = PageSelection.empty(rows, kv_heads, self.pages, device)
+
+    @staticmethod
+    def fit(step: Step) -> bool:
+        """Return whether each request of a step computes one token."""
+        return bool((step.scheduled == 1).all())
+
+    def write(self, step: Step, plan: StepReadsPlan) -> None:
+        """Write the numbers of a step of R requests; the rows behind them read one page."""
+        size = self._block_size
+        positions = step.computed - step.skips
+        budgets = positions // size + 1
+        budgets[:, plan.requests] = plan.planned  # the others are inside their prompts
+        ends = (positions + 1) // size * size
+        rows = positions.shape[1]
+        numbers = np.zeros((4, len(positions), max(rows, self._written)), np.int32)
+        numbers[1] = 1
+        for array, own in zip(
+            numbers, (positions, budgets, np.minimum(positions, ends), ends), strict=True
+        ):
+            array[:, :rows] = own
+        self._written = rows
+        self._numbers[:, :, : numbers.shape[2]].copy_(upload(numbers, self._numbers.device))
+        self.unranked.zero_()
+        self.miscounted.zero_()
+
+    def parts(self, rows: int) -> Iterator[slice]:
+        """Yield the rows that are scored at once, one part after the other."""
+        for first in range(0, rows, ROWS_AT_ONCE):
+            yield slice(first, min(first + ROWS_AT_ONCE, rows))
+
+    def batch(self, inputs: AttentionInputs, part: slice) -> PageBatch:
+        """Return a part of a layer's rows."""
+        return PageBatch(
+            inputs.query[part],
+            inputs.block_table,
+            self.query_starts[part],  # row r is of request r
+            self.positions[inputs.layer][part],
+            self.no_skips[part],
+            self._block_size,
+            max_pages=self.pages + 1,
+            key_scale=inputs.key_scale,
+        )
