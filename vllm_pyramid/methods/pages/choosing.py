@@ -169,11 +169,6 @@ class Choosing:
             return query[: len(self.requests)]
         return query.index_select(0, self.tokens)
 
-    def parts(self) -> Iterator[slice]:
-        """Yield the rows that are scored at once, one part after the other."""
-        for first in range(0, len(self.requests), ROWS_AT_ONCE):
-            yield slice(first, min(first + ROWS_AT_ONCE, len(self.requests)))
-
     def batch(
         self, inputs: AttentionInputs, query: torch.Tensor, block_size: int, part: slice
     ) -> PageBatch:
@@ -208,6 +203,12 @@ class Choosing:
         seq_lens, skips = self.seq_lens[inputs.layer].clone(), self.skips[inputs.layer].clone()
         seq_lens[chosen], skips[chosen] = selected.seq_lens, selected.skips
         return table, seq_lens, skips
+
+
+def parts_of(rows: int) -> Iterator[slice]:
+    """Yield the rows that are scored at once, one part after the other."""
+    for first in range(0, rows, ROWS_AT_ONCE):
+        yield slice(first, min(first + ROWS_AT_ONCE, rows))
 
 
 def padded(size: int, tile: int) -> int:

@@ -13,7 +13,7 @@ N tokens of a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,11 +96,6 @@ class DecodeRows:
         self.unranked.zero_()
         self.miscounted.zero_()
 
-    def parts(self, rows: int) -> Iterator[slice]:
-        """Yield the rows that are scored at once, one part after the other."""
-        for first in range(0, rows, ROWS_AT_ONCE):
-            yield slice(first, min(first + ROWS_AT_ONCE, rows))
-
     def batch(self, inputs: AttentionInputs, part: slice) -> PageBatch:
         """Return a part of a layer's rows."""
         return PageBatch(
@@ -112,4 +107,22 @@ class DecodeRows:
             self._block_size,
             max_pages=self.pages + 1,
             key_scale=inputs.key_scale,
+        )
+
+    def attended(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return a layer's attention over the lists that its rows have chosen."""
+        batch, count = inputs.batch, len(inputs.batch.seq_lens)
+        chosen = self.selection.of_rows(slice(0, count))
+        return replace(
+            inputs,
+            batch=replace(
+                batch,
+                query=batch.query[:count],
+                block_table=chosen.block_table,
+                query_start_loc=self.query_starts[: count + 1],
+                seq_lens=chosen.seq_lens,
+                skips=chosen.skips,
+                max_query_len=1,
+                max_seq_len=self.pages * self._block_size,
+            ),
         )

@@ -62,7 +62,7 @@ def flag_decoding(step: Step, rows: DecodeRows) -> None:
     """Let the requests of a decode step fail whose rows will be flagged when the device has them.
 
     Call it before the step's layers. Nothing is read here, unless the flags are on the CPU: there
-    `note_decoding` says so.
+    `note_unranked` and `note_miscounted` say so.
     """
     names = [request.request_id for request in step.requests]
     if rows.unranked.device.type != "cpu":
@@ -70,27 +70,25 @@ def flag_decoding(step: Step, rows: DecodeRows) -> None:
         step.failures.flag(_OTHER_COUNTS, names, rows.miscounted[: len(names)])
 
 
-def note_decoding(
-    step: Step | None,
-    rows: DecodeRows,
-    part: slice,
-    scores: torch.Tensor | None = None,
-    *,
-    counts: torch.Tensor | None = None,
-    budgets: torch.Tensor | None = None,
-) -> None:
-    """Flag rows of a decode step: those with NaN for scores, which are replaced, or other counts.
+def note_unranked(step: Step | None, rows: DecodeRows, part: slice, scores: torch.Tensor) -> None:
+    """Flag rows of a decode step that have NaN for scores, which are then replaced, in place.
 
     Args:
         step: None while a graph is captured. part: rows. scores: `[rows of it, G, pages]`.
-        counts, budgets: `[rows of it]`, pages in the tables, and those that were planned.
     """
-    if scores is not None:
-        wrong, flags, failure = scores.flatten(1).sum(dim=1).isnan(), rows.unranked, _UNRANKED
-        scores.masked_fill_(wrong[:, None, None], 0.0)
-    else:
-        assert counts is not None and budgets is not None
-        wrong, flags, failure = counts != budgets, rows.miscounted, _OTHER_COUNTS
+    wrong = scores.flatten(1).sum(dim=1).isnan()
+    scores.masked_fill_(wrong[:, None, None], 0.0)
+    _note(step, rows.unranked, part, wrong, _UNRANKED)
+
+
+def note_miscounted(step: Step | None, rows: DecodeRows, part: slice, wrong: torch.Tensor) -> None:
+    """Flag rows of a decode step whose tables have other numbers of pages than were planned."""
+    _note(step, rows.miscounted, part, wrong, _OTHER_COUNTS)
+
+
+def _note(
+    step: Step | None, flags: torch.Tensor, part: slice, wrong: torch.Tensor, failure: Failure
+) -> None:
     flags[part].logical_or_(wrong)
     if step is not None and wrong.device.type == "cpu":
         names = [request.request_id for request in step.requests][part]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling
+from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling, parts_of
 from vllm_pyramid.methods.pages.compiled import compile_kernels
 from vllm_pyramid.methods.pages.decode_rows import DecodeRows
 from vllm_pyramid.methods.pages.page_queries import PageQueries
@@ -24,7 +24,8 @@ from vllm_pyramid.methods.pages.unranked import (
     fail_unranked,
     flag_decoding,
     note_counts,
-    note_decoding,
+    note_miscounted,
+    note_unranked,
 )
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
@@ -38,6 +39,7 @@ from vllm_pyramid.step.hooks import (
 from vllm_pyramid.step.step import Step, WorkerRequest
 
 if TYPE_CHECKING:
+    from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
     from vllm_pyramid.methods.pages import SelectPages
     from vllm_pyramid.plan import IntArray
     from vllm_pyramid.policy.policy import Policy
@@ -215,10 +217,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         Nothing here depends on the step but the contents of tensors that stay, so it may be
         captured.
         """
-        layer, batch, bounds = inputs.layer, inputs.batch, self._bounds
+        layer, count = inputs.layer, len(inputs.batch.seq_lens)
         if layer < self.selection.dense_layers:
             return inputs
-        count = len(batch.seq_lens)
         if self.scorer.summary_kind is not None:
             inputs.ops.summarise_pages(
                 *(self.summaries, inputs.key_cache, inputs.block_table),
@@ -226,36 +227,37 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 kind=self.scorer.summary_kind,
                 max_pages=1,
             )
-        for part in rows.parts(count):
-            pages = rows.batch(inputs, part)
-            scores = inputs.ops.score_pages(
-                pages,
-                inputs.softmax,
-                self._pool(inputs),
-                kind=self.scorer.score_kernel,
-                combine=self.selection.combine,
-                out=rows.scores[: part.stop - part.start],
-            )
+        for part in parts_of(count):
             budgets, chosen = rows.budgets[layer][part], rows.selection.of_rows(part)
-            note_decoding(self._step, rows, part, scores)
-            inputs.ops.select_pages(
-                pages, scores, budgets, sinks=bounds.sinks, recent=bounds.recent, out=chosen
-            )
-            note_decoding(self._step, rows, part, counts=chosen.counts, budgets=budgets)
-        chosen = rows.selection.of_rows(slice(0, count))
-        return replace(
-            inputs,
-            batch=replace(
-                batch,
-                query=batch.query[:count],
-                block_table=chosen.block_table,
-                query_start_loc=rows.query_starts[: count + 1],
-                seq_lens=chosen.seq_lens,
-                skips=chosen.skips,
-                max_query_len=1,
-                max_seq_len=rows.pages * bounds.block_size,
-            ),
+            pages = rows.batch(inputs, part)
+            scores = self._score(inputs, pages, rows.scores[: part.stop - part.start])
+            note_unranked(self._step, rows, part, scores)
+            self._choose(inputs, pages, scores, budgets, chosen)
+            note_miscounted(self._step, rows, part, chosen.counts != budgets)
+        return rows.attended(inputs)
+
+    def _score(self, inputs: AttentionInputs, pages: PageBatch, out: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the pages that rows see."""
+        return inputs.ops.score_pages(
+            pages,
+            inputs.softmax,
+            self._pool(inputs),
+            kind=self.scorer.score_kernel,
+            combine=self.selection.combine,
+            out=out,
         )
+
+    def _choose(
+        self,
+        inputs: AttentionInputs,
+        pages: PageBatch,
+        scores: torch.Tensor,
+        budgets: torch.Tensor,
+        out: PageSelection,
+    ) -> None:
+        """Write the lists of the pages that rows read."""
+        sinks, recent = self._bounds.sinks, self._bounds.recent
+        inputs.ops.select_pages(pages, scores, budgets, sinks=sinks, recent=recent, out=out)
 
     def _summarise(
         self, inputs: AttentionInputs, filled: Filling, queries: torch.Tensor | None
@@ -309,25 +311,12 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             shape = *query.shape[:2], self.scorer.summary_rows * self._head_size
             check_result(self.scorer, "extend", found, shape)
             query = found
-        for part in choosing.parts():
+        for part in parts_of(len(choosing.requests)):
+            budgets, chosen = choosing.budgets[layer][part], choosing.selection.of_rows(part)
             pages = choosing.batch(inputs, query, bounds.block_size, part)
-            scores = inputs.ops.score_pages(
-                pages,
-                inputs.softmax,
-                self._pool(inputs),
-                kind=self.scorer.score_kernel,
-                combine=self.selection.combine,
-                out=choosing.scores,
-            )
+            scores = self._score(inputs, pages, choosing.scores)
             fail_unranked(step.failures, choosing, part, scores, batch.query)
-            inputs.ops.select_pages(
-                pages,
-                scores,
-                choosing.budgets[layer][part],
-                sinks=bounds.sinks,
-                recent=bounds.recent,
-                out=choosing.selection.of_rows(part),
-            )
+            self._choose(inputs, pages, scores, budgets, chosen)
         note_counts(step.failures, plan, choosing, layer)
         table, seq_lens, skips = choosing.tables(inputs)
         # Kernels of devices would read the largest numbers back.
