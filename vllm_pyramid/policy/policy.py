@@ -225,7 +225,7 @@ class Policy(BaseModel):
         return any(part.attends for part in self.parts)
 
     def excludes_graphs(self, stages: int) -> bool:
-        """Whether no graph of a whole decode step may be captured, because of parts that attend.
+        """Say whether parts that attend forbid a graph of a whole decode step.
 
         Args:
             stages: of the pipeline. Parts of all of them look at what the host knows of a step.
