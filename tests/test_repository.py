@@ -90,6 +90,8 @@ def _table(name: str) -> list[dict[str, str]]:
 def test_kept_figures_have_the_command_that_makes_them(run: dict[str, str]) -> None:
     """The command names no path of the machine that ran it, and a page names the run."""
     words = shlex.split(run["command"])
+    if re.fullmatch(r"VLLM_PYRAMID_\w+=\w+", words[0]):  # a variable of this package's own
+        del words[0]
     assert words[:2] == ["vllm-pyramid", "bench"] and not any(w.startswith("/") for w in words)
     rows = [row for row in _table("bench.csv") if row["run"] == run["run"]]
     assert rows and run["processor"] and run["date"]

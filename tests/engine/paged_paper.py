@@ -105,6 +105,6 @@ class SummaryCheck:
                 held = torch.tensor([block for block in full if block])  # 0: freed
                 if held.numel():
                     expected = selector.scorer.summarise(keys[held].float())
-                    found = selector.summaries[held]
+                    found = selector.summaries.rows[held]
                     torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
                     self.pages += held.numel()

@@ -194,10 +194,10 @@ def test_quest_chooses_its_authors_pages(seed: int) -> None:
     selector = _selector(part, 64, Alone())
     table = torch.randperm(60, generator=source)[None, :32].int() + 1
     cache = torch.randn(64, HEADS, N, SIZE, generator=source)
-    selector.summaries = torch.full_like(selector.summaries, torch.nan)
+    selector.summaries.rows.fill_(torch.nan)
     pages = table[0, : length // N].long()
     reference.summarise_pages(
-        selector.summaries, cache, table, *(torch.tensor([x], dtype=torch.int32)
+        selector.summaries.rows, cache, table, *(torch.tensor([x], dtype=torch.int32)
         for x in (0, length // N * N, 0)), kind="box",
     )  # fmt: skip
     query = torch.randn(1, HEADS, SIZE, generator=source)
@@ -254,7 +254,7 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
     selector = _selector(policy.attend, 40)
     source = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     cache = torch.full((40, KV_HEADS, N, SIZE), torch.nan)
-    selector.summaries.fill_(torch.nan)
+    selector.summaries.rows.fill_(torch.nan)
     free = list(range(1, 40))
     lives: dict[int, tuple[list[int], int]] = {}
 
@@ -264,7 +264,8 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
             if not len(whole):
                 continue
             expected = scorer.summarise(cache[whole])
-            torch.testing.assert_close(selector.summaries[whole], expected, rtol=1e-5, atol=1e-6)
+            found = selector.summaries.rows[whole]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
     for _ in range(data.draw(st.integers(3, 12))):
         what = data.draw(st.sampled_from(["new", "step", "step", "reject", "free", "copy"]))
@@ -451,7 +452,7 @@ def test_steps_without_requests_do_nothing() -> None:
     selector.end_step(step)
     cache, table = torch.full((8, KV_HEADS, N, SIZE), torch.nan), torch.zeros(1, 4).int()
     inputs = _inputs(cache, table, _step([(4, 0, 4)]), 2, torch.ones(4, HEADS, SIZE))
-    assert selector.before_attention(inputs) is inputs and not selector.summaries.any()
+    assert selector.before_attention(inputs) is inputs and not selector.summaries.rows.any()
 
 
 def test_layers_of_different_shapes_are_refused() -> None:
@@ -573,5 +574,5 @@ def test_representatives_do_not_depend_on_steps(data: st.DataObject) -> None:
                 best = sorted(scores.topk(2).indices.tolist())
                 keys = cache[block, head, best]
                 wanted = keys.mean(dim=0) if reduce == "sum" else keys.flatten()
-                torch.testing.assert_close(selector.summaries[block, head], wanted)
+                torch.testing.assert_close(selector.summaries.rows[block, head], wanted)
     assert selector._queries is not None and len(selector._queries._free) >= len(lengths)

@@ -14,21 +14,20 @@ from vllm_pyramid.methods.pages.choosing import TILE, padded
 if TYPE_CHECKING:
     from vllm_pyramid.methods.pages import SelectPages
     from vllm_pyramid.methods.pages.step_rows import Bounds
+    from vllm_pyramid.methods.pages.summaries import Summaries
     from vllm_pyramid.step.attention_inputs import AttentionInputs
 
 
 def compile_kernels(
     inputs: AttentionInputs,
     selection: SelectPages,
-    summaries: torch.Tensor,
-    pool: torch.Tensor,
+    summaries: Summaries,
     bounds: Bounds,
 ) -> None:
     """Launch what a step may launch for a table of `max_seq_len` tokens, all of them in block 0.
 
     Args:
-        inputs: made up, as of `CacheHooks.compile_kernels`. summaries: `[P, G, r * D]`. pool: what
-            queries are multiplied with.
+        inputs: made up, as of `CacheHooks.compile_kernels`.
     """
     batch, ops, scorer = inputs.batch, inputs.ops, selection.scorer
     size, heads, device = bounds.block_size, inputs.key_cache.shape[1], inputs.query.device
@@ -37,11 +36,7 @@ def compile_kernels(
     length = min(batch.max_seq_len, batch.block_table.shape[1] * size)
     zero, one = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, 1))
     if scorer.summary_kind is not None:
-        ops.summarise_pages(
-            *(summaries, inputs.key_cache, batch.block_table, zero, one, zero),
-            kind=scorer.summary_kind,
-            max_pages=1,
-        )
+        summaries.add_ranges(inputs, batch.block_table, zero, one, zero, max_pages=1)
     rows = PageBatch(
         inputs.query[:1],
         batch.block_table,
@@ -53,7 +48,7 @@ def compile_kernels(
     scores = ops.score_pages(
         rows,
         inputs.softmax,
-        pool,
+        summaries.multiplied(inputs),
         kind=scorer.score_kernel,
         combine=selection.combine,
         out=torch.empty(1, heads, most, device=device),

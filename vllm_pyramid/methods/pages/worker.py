@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's selection of pages: summaries of keys, and a table of pages for each KV head.
+"""A worker's selection of pages: a table of the pages that each KV head of a layer reads.
 
-Shape legend: P blocks, G KV heads, N tokens of a block, D head size, R requests of the step, S rows
-of attention, L layers.
+Shape legend: L layers.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from vllm_pyramid.methods.pages.compiled import compile_kernels
 from vllm_pyramid.methods.pages.decode_rows import DecodeRows
 from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
-from vllm_pyramid.methods.pages.refusals import check_result
 from vllm_pyramid.methods.pages.step_rows import Bounds, StepReadsPlan
+from vllm_pyramid.methods.pages.summaries import Summaries
 from vllm_pyramid.methods.pages.unranked import (
     fail_unranked,
     flag_decoding,
@@ -46,11 +45,7 @@ if TYPE_CHECKING:
 
 
 class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
-    """The summaries of all layers, and what the current step chooses; one object a worker.
-
-    Attributes:
-        summaries: `[P, G, r * D]`: a block belongs to one layer at a time, so one tensor serves all
-            layers. Entries of pages that are not full yet hold anything; nothing reads them.
+    """What the current step chooses, and the summaries of all layers; one object a worker.
 
     Raises:
         ValueError: layers have different numbers of KV heads, or different head sizes.
@@ -66,9 +61,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 f"policy {policy.name!r} keeps summaries of one shape next to the pages, and the "
                 "layers of this model have different KV heads: choose a policy without `attend`"
             )
-        self._kv_heads, self._head_size, self._dtype = shapes.pop()
-        if self._dtype.itemsize == 1:  # whose numbers bfloat16 holds exactly
-            self._dtype = torch.bfloat16
+        self._kv_heads, head_size, dtype = shapes.pop()
+        self.summaries = Summaries(self.scorer, self._kv_heads, head_size, dtype)
         self._bounds = Bounds(
             context.block_size,
             selection.sink_pages(context.block_size),
@@ -77,10 +71,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         )
         layers = [spec.layer_idx for spec in context.specs]
         self._layers = slice(layers[0], layers[-1] + 1)
-        self.summaries = torch.empty(0)
         self._queries: PageQueries | None = None
         if self.scorer.needs_queries:
-            shape = self._kv_heads, context.block_size, self._head_size
+            shape = self._kv_heads, context.block_size, head_size
             self._queries = PageQueries(self._layers, *shape)
         # Of the current step; None in steps without requests.
         self._step: Step | None = None
@@ -95,7 +88,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     # Memory ---------------------------------------------------------------------------------------
 
     def bytes_per_block(self) -> int:
-        return self._kv_heads * self.scorer.summary_rows * self._head_size * self._dtype.itemsize
+        return self.summaries.bytes_per_block
 
     def bytes_of_buffers(self) -> int:
         config = self.context.config
@@ -113,10 +106,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return 4 * pages * lists
 
     def allocate(self, num_blocks: int) -> None:
-        self.summaries = torch.empty(0)  # two generations never exist together
-        shape = num_blocks, self._kv_heads, self.scorer.summary_rows * self._head_size
-        with torch.inference_mode(False):
-            self.summaries = torch.zeros(shape, dtype=self._dtype, device=self.context.device)
+        self.summaries.allocate(num_blocks, self.context.device)
         self._decode_rows = None
         if self.context.whole_graphs():
             config = self.context.config
@@ -130,13 +120,13 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             )
 
     def compile_kernels(self, inputs: AttentionInputs) -> None:
-        compile_kernels(inputs, self.selection, self.summaries, self._pool(inputs), self._bounds)
+        compile_kernels(inputs, self.selection, self.summaries, self._bounds)
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        self.summaries[targets] = self.summaries[sources]
+        self.summaries.copy(sources, targets)
 
     def summaries_of_blocks(self) -> torch.Tensor:
-        return self.summaries
+        return self.summaries.rows
 
     # Every step -----------------------------------------------------------------------------------
 
@@ -200,8 +190,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         queries = None
         if self._queries is not None:
             queries = self._queries.take(inputs, fills=self._filled is not None)
-        if self._filled is not None and self.scorer.summary_rows:
-            self._summarise(inputs, self._filled, queries)
+        if self._filled is not None:
+            self.summaries.add_filled(inputs, self._filled, queries)
         if self._choosing is None:
             self._plan.note_dense(inputs.layer)
             return inputs
@@ -212,7 +202,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return self._decodes if self._step is not None else inputs.batch.max_query_len == 1
 
     def _select_decoding(self, inputs: AttentionInputs, rows: DecodeRows) -> AttentionInputs:
-        """Do what `_summarise` and `_select` do for the rows of a decode step, whatever they are.
+        """Summarise pages, and do what `_select` does, for all rows of a decode step.
 
         Nothing here depends on the step but the contents of tensors that stay, so it may be
         captured.
@@ -221,12 +211,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         if layer < self.selection.dense_layers:
             return inputs
         if self.scorer.summary_kind is not None:
-            inputs.ops.summarise_pages(
-                *(self.summaries, inputs.key_cache, inputs.block_table),
-                *(rows.starts[layer][:count], rows.ends[layer][:count], rows.no_skips[:count]),
-                kind=self.scorer.summary_kind,
-                max_pages=1,
-            )
+            of_rows = rows.starts[layer][:count], rows.ends[layer][:count], rows.no_skips[:count]
+            self.summaries.add_ranges(inputs, inputs.block_table, *of_rows, max_pages=1)
         for part in parts_of(count):
             budgets, chosen = rows.budgets[layer][part], rows.selection.of_rows(part)
             pages = rows.batch(inputs, part)
@@ -241,7 +227,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return inputs.ops.score_pages(
             pages,
             inputs.softmax,
-            self._pool(inputs),
+            self.summaries.multiplied(inputs),
             kind=self.scorer.score_kernel,
             combine=self.selection.combine,
             out=out,
@@ -259,58 +245,12 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         sinks, recent = self._bounds.sinks, self._bounds.recent
         inputs.ops.select_pages(pages, scores, budgets, sinks=sinks, recent=recent, out=out)
 
-    def _summarise(
-        self, inputs: AttentionInputs, filled: Filling, queries: torch.Tensor | None
-    ) -> None:
-        table, pages = inputs.block_table, filled.pages
-        if self.scorer.summary_kind is not None:
-            inputs.ops.summarise_pages(
-                self.summaries,
-                inputs.key_cache,
-                table,
-                filled.starts[inputs.layer],
-                filled.ends[inputs.layer],
-                inputs.batch.skips[: len(pages.starts)],
-                kind=self.scorer.summary_kind,
-                max_pages=filled.max_pages,
-            )
-            return
-        blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)].long()
-        self._summarise_blocks(inputs, blocks, queries)
-
-    def _summarise_blocks(
-        self, inputs: AttentionInputs, blocks: torch.Tensor, queries: torch.Tensor | None = None
-    ) -> None:
-        """Call the scorer's own `summarise`, or `represent`, for blocks, `[B]`.
-
-        Args:
-            queries: `[B, G, D]`, for `represent`.
-
-        Raises:
-            ValueError: it returned another shape, another type or NaN.
-        """
-        if not len(blocks):
-            return
-        keys = inputs.key_cache[blocks].float()
-        if queries is None:
-            found = self.scorer.summarise(keys)
-        else:
-            found = self.scorer.represent(keys, queries)
-        shape = len(blocks), self._kv_heads, self.scorer.summary_rows * self._head_size
-        check_result(self.scorer, "summarise", found, shape)
-        self.summaries[blocks] = found.to(self._dtype)
-
     def _select(
         self, inputs: AttentionInputs, step: Step, plan: StepReadsPlan, choosing: Choosing
     ) -> AttentionInputs:
         """Choose the layer's pages, and return tables of them, until the next layer's call."""
         layer, batch, bounds = inputs.layer, inputs.batch, self._bounds
-        query = choosing.queries_of(batch.query)
-        if not self.scorer.has_kernels:
-            found = self.scorer.extend(query.float())
-            shape = *query.shape[:2], self.scorer.summary_rows * self._head_size
-            check_result(self.scorer, "extend", found, shape)
-            query = found
+        query = self.summaries.extend(choosing.queries_of(batch.query))
         for part in parts_of(len(choosing.requests)):
             budgets, chosen = choosing.budgets[layer][part], choosing.selection.of_rows(part)
             pages = choosing.batch(inputs, query, bounds.block_size, part)
@@ -333,14 +273,6 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 max_seq_len=most[1] if inputs.shifted else None,
             ),
         )
-
-    def _pool(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
-        if not self.scorer.summary_rows:
-            return inputs.key_cache
-        if self.scorer.score_kernel == "rows":
-            return self.summaries.unflatten(2, (self.scorer.summary_rows, self._head_size))
-        return self.summaries
 
     def end_step(self, step: Step) -> StepReads | None:
         """Return what the tokens behind the prompts read.
@@ -376,24 +308,5 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
         """Summarise the pages of the survivors, which hold other keys now."""
-        inputs = batch.call
-        if inputs.layer < self.selection.dense_layers or not self.scorer.summary_rows:
-            return
-        starts, ends = batch.lens - batch.keeps, batch.lens
-        size = self._bounds.block_size
-        if self.scorer.summary_kind is not None:
-            first = (batch.host_lens - batch.host_keeps) // size
-            inputs.ops.summarise_pages(
-                self.summaries,
-                inputs.key_cache,
-                batch.tables,
-                starts,
-                ends,
-                starts,
-                kind=self.scorer.summary_kind,
-                max_pages=int((-(-batch.host_lens // size) - first).max()),
-            )
-            return
-        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            # The last page may not be full; then it is summarised again when it is.
-            self._summarise_blocks(inputs, batch.tables[row, start // size : end // size].long())
+        if batch.call.layer >= self.selection.dense_layers:
+            self.summaries.add_survivors(batch, self._bounds.block_size)

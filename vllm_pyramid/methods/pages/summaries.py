@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page scorer keeps of each page, next to the cache.
+
+Shape legend: P blocks, G KV heads, r rows of a summary, D head size, B blocks of a call,
+R requests, S rows of attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_pyramid.methods.pages.refusals import check_result
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.pages.choosing import Filling
+    from vllm_pyramid.policy.page_scorer import PageScorer
+    from vllm_pyramid.step.attention_inputs import AttentionInputs
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
+
+
+class Summaries:
+    """The summaries of the pages of all layers.
+
+    Attributes:
+        rows: `[P, G, r * D]`: a block belongs to one layer at a time, so one tensor serves all
+            layers. Entries of pages that are not full yet hold anything; nothing reads them.
+    """
+
+    def __init__(
+        self, scorer: PageScorer, num_kv_heads: int, head_size: int, dtype: torch.dtype
+    ) -> None:
+        self.scorer = scorer
+        self._shape = num_kv_heads, scorer.summary_rows * head_size
+        self._head_size = head_size
+        # A cache of 8 bits has numbers that bfloat16 holds exactly.
+        self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        self.rows = torch.empty(0)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block's summary."""
+        return self._shape[0] * self._shape[1] * self._dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> None:
+        """Replace the summaries by zeros for `num_blocks` blocks."""
+        self.rows = torch.empty(0)  # two generations never exist together
+        with torch.inference_mode(False):
+            self.rows = torch.zeros(num_blocks, *self._shape, dtype=self._dtype, device=device)
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the summaries of some blocks to others."""
+        self.rows[targets] = self.rows[sources]
+
+    def multiplied(self, inputs: AttentionInputs) -> torch.Tensor:
+        """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
+        if not self.scorer.summary_rows:
+            return inputs.key_cache
+        if self.scorer.score_kernel == "rows":
+            return self.rows.unflatten(2, (self.scorer.summary_rows, self._head_size))
+        return self.rows
+
+    def extend(self, query: torch.Tensor) -> torch.Tensor:
+        """Return queries, `[S, heads, D]`, as they are multiplied with the rows of a summary.
+
+        Raises:
+            ValueError: the scorer's own `extend` returned another shape, another type or NaN.
+        """
+        if self.scorer.has_kernels:
+            return query
+        found = self.scorer.extend(query.float())
+        shape = *query.shape[:2], self.scorer.summary_rows * self._head_size
+        check_result(self.scorer, "extend", found, shape)
+        return found
+
+    def add_filled(
+        self, inputs: AttentionInputs, filled: Filling, queries: torch.Tensor | None
+    ) -> None:
+        """Summarise the pages that a step fills.
+
+        Args:
+            queries: `[B, G, D]`, for a scorer that asks for them.
+
+        Raises:
+            ValueError: the scorer's own method returned another shape, another type or NaN.
+        """
+        table, pages = inputs.block_table, filled.pages
+        if self.scorer.summary_kind is not None:
+            starts, ends = filled.starts[inputs.layer], filled.ends[inputs.layer]
+            skips = inputs.batch.skips[: len(pages.starts)]
+            self.add_ranges(inputs, table, starts, ends, skips, filled.max_pages)
+        elif self.scorer.summary_rows:
+            blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)]
+            self._add_blocks(inputs, blocks.long(), queries)
+
+    def add_survivors(self, batch: EvictionBatch, block_size: int) -> None:
+        """Summarise the pages of what an eviction has kept, which hold other keys now.
+
+        Raises:
+            ValueError: the scorer's own method returned another shape, another type or NaN.
+        """
+        if not self.scorer.summary_rows:
+            return
+        starts, ends = batch.lens - batch.keeps, batch.lens
+        if self.scorer.summary_kind is not None:
+            first = (batch.host_lens - batch.host_keeps) // block_size
+            most = int((-(-batch.host_lens // block_size) - first).max())
+            self.add_ranges(batch.call, batch.tables, starts, ends, starts, most)
+            return
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            # The last page may not be full; then it is summarised again when it is.
+            blocks = batch.tables[row, start // block_size : end // block_size]
+            self._add_blocks(batch.call, blocks.long())
+
+    def add_ranges(
+        self,
+        inputs: AttentionInputs,
+        table: torch.Tensor,
+        starts: torch.Tensor,
+        ends: torch.Tensor,
+        skips: torch.Tensor,
+        max_pages: int,
+    ) -> None:
+        """Summarise the full pages of the tokens from `starts` to `ends`, `[R]`, by the kernel.
+
+        Args:
+            table: `[R, blocks]`. skips: `[R]`, tokens that are not there.
+            max_pages: of a request.
+        """
+        assert self.scorer.summary_kind is not None, "the scorer has a kernel"
+        inputs.ops.summarise_pages(
+            self.rows,
+            inputs.key_cache,
+            table,
+            starts,
+            ends,
+            skips,
+            kind=self.scorer.summary_kind,
+            max_pages=max_pages,
+        )
+
+    def _add_blocks(
+        self, inputs: AttentionInputs, blocks: torch.Tensor, queries: torch.Tensor | None = None
+    ) -> None:
+        """Call the scorer's own `summarise`, or `represent` with queries, for blocks, `[B]`."""
+        if not len(blocks):
+            return
+        keys = inputs.key_cache[blocks].float()
+        if queries is None:
+            found = self.scorer.summarise(keys)
+        else:
+            found = self.scorer.represent(keys, queries)
+        check_result(self.scorer, "summarise", found, (len(blocks), *self._shape))
+        self.rows[blocks] = found.to(self._dtype)
