@@ -150,7 +150,12 @@ class Method:
         """Return whether budgets mean anything."""
         if self.press is not None or self.static is not None:
             return True
-        return self.policy.evicts or self.policy.attend.selects
+        return self.policy.evicts or self.selects
+
+    @property
+    def selects(self) -> bool:
+        """Return whether answers read some pages of what is kept."""
+        return self.press is None and self.policy.attend.selects
 
     @cached_property
     def policy(self) -> Policy:
@@ -167,7 +172,7 @@ class Method:
 
     def way(self, prompt: Prompt, budget: str) -> Way:
         """Return how the tokens behind a prompt attend at a budget."""
-        if not self.policy.attend.selects:
+        if not self.selects:
             return way_of(self.kept(prompt, budget))
         policy = load_policy(self.preset, self.keep, {**self.args, "attend.budget": budget})
         assert isinstance(policy.attend, SelectPages)

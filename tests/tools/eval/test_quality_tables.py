@@ -13,10 +13,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from vllm_pyramid.tools.cli import _build_parser
@@ -226,6 +227,24 @@ def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) 
             names = args.tasks.split(",")
         assert [load(name).name for name in names] == list(names)
     assert used <= set(methods)
+
+
+def test_a_press_is_asked_for_what_it_keeps(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no preset, so nothing may ask for its policy."""
+    asked = []
+
+    def kept_by(*arguments: object) -> list[list[torch.Tensor]]:
+        asked.append(arguments)
+        return [[torch.arange(3)]]
+
+    monkeypatch.setitem(sys.modules, "presses", SimpleNamespace(kept_by=kept_by))
+    method = modules["methods"].load_methods(FOLDER / "methods.yaml")["kvpress: SnapKV"]
+    model = SimpleNamespace(layers=1)
+    way = method.way(SimpleNamespace(tokens=256, model=model, recorded="recorded"), "25%")
+    assert asked == [("snapkv_press.SnapKVPress", {}, None, model, "recorded", 64)]
+    assert type(way).__name__ == "Evicted"
 
 
 def test_intervals(modules: dict[str, ModuleType]) -> None:
