@@ -31,7 +31,7 @@ class Summaries:
     def __init__(
         self, scorer: PageScorer, num_kv_heads: int, head_size: int, dtype: torch.dtype
     ) -> None:
-        self.scorer = scorer
+        self._scorer = scorer
         self._shape = num_kv_heads, scorer.summary_rows * head_size
         self._head_size = head_size
         # A cache of 8 bits has numbers that bfloat16 holds exactly.
@@ -55,10 +55,10 @@ class Summaries:
 
     def multiplied(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
-        if not self.scorer.summary_rows:
+        if not self._scorer.summary_rows:
             return inputs.key_cache
-        if self.scorer.score_kernel == "rows":
-            return self.rows.unflatten(2, (self.scorer.summary_rows, self._head_size))
+        if self._scorer.score_kernel == "rows":
+            return self.rows.unflatten(2, (self._scorer.summary_rows, self._head_size))
         return self.rows
 
     def extend(self, query: torch.Tensor) -> torch.Tensor:
@@ -67,11 +67,11 @@ class Summaries:
         Raises:
             ValueError: the scorer's own `extend` returned another shape, another type or NaN.
         """
-        if self.scorer.has_kernels:
+        if self._scorer.has_kernels:
             return query
-        found = self.scorer.extend(query.float())
-        shape = *query.shape[:2], self.scorer.summary_rows * self._head_size
-        check_result(self.scorer, "extend", found, shape)
+        found = self._scorer.extend(query.float())
+        shape = *query.shape[:2], self._scorer.summary_rows * self._head_size
+        check_result(self._scorer, "extend", found, shape)
         return found
 
     def add_filled(
@@ -86,11 +86,11 @@ class Summaries:
             ValueError: the scorer's own method returned another shape, another type or NaN.
         """
         table, pages = inputs.block_table, filled.pages
-        if self.scorer.summary_kind is not None:
+        if self._scorer.summary_kind is not None:
             starts, ends = filled.starts[inputs.layer], filled.ends[inputs.layer]
             skips = inputs.batch.skips[: len(pages.starts)]
             self.add_ranges(inputs, table, starts, ends, skips, filled.max_pages)
-        elif self.scorer.summary_rows:
+        elif self._scorer.summary_rows:
             blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)]
             self._add_blocks(inputs, blocks.long(), queries)
 
@@ -100,10 +100,10 @@ class Summaries:
         Raises:
             ValueError: the scorer's own method returned another shape, another type or NaN.
         """
-        if not self.scorer.summary_rows:
+        if not self._scorer.summary_rows:
             return
         starts, ends = batch.lens - batch.keeps, batch.lens
-        if self.scorer.summary_kind is not None:
+        if self._scorer.summary_kind is not None:
             first = (batch.host_lens - batch.host_keeps) // block_size
             most = int((-(-batch.host_lens // block_size) - first).max())
             self.add_ranges(batch.call, batch.tables, starts, ends, starts, most)
@@ -128,7 +128,7 @@ class Summaries:
             table: `[R, blocks]`. skips: `[R]`, tokens that are not there.
             max_pages: of a request.
         """
-        assert self.scorer.summary_kind is not None, "the scorer has a kernel"
+        assert self._scorer.summary_kind is not None, "the scorer has a kernel"
         inputs.ops.summarise_pages(
             self.rows,
             inputs.key_cache,
@@ -136,7 +136,7 @@ class Summaries:
             starts,
             ends,
             skips,
-            kind=self.scorer.summary_kind,
+            kind=self._scorer.summary_kind,
             max_pages=max_pages,
         )
 
@@ -148,8 +148,8 @@ class Summaries:
             return
         keys = inputs.key_cache[blocks].float()
         if queries is None:
-            found = self.scorer.summarise(keys)
+            found = self._scorer.summarise(keys)
         else:
-            found = self.scorer.represent(keys, queries)
-        check_result(self.scorer, "summarise", found, (len(blocks), *self._shape))
+            found = self._scorer.represent(keys, queries)
+        check_result(self._scorer, "summarise", found, (len(blocks), *self._shape))
         self.rows[blocks] = found.to(self._dtype)
