@@ -29,6 +29,14 @@ from tests.plumbing.server import Server, members, serving
 pytestmark = pytest.mark.engine
 # Which replica gets which prompts: not the same number, nor the same lengths.
 SENT = {0: (300, 181, 430, 212, 40), 1: (430, 181)}
+REPLICAS = ("--data-parallel-size", "2", "--api-server-count", "1")
+# Four pages of the six or seven that an eviction leaves: one of them is by choice.
+SELECTED = {
+    "kv_policy": "select-evicted",
+    "kv_budget": "96",
+    "kv_min_tokens": "0",
+    "kv_policy_args": {"attend": {"budget": 64, "dense_layers": 1, "sinks": 16, "recent": 16}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +51,9 @@ def one_device(random_model: Path, folder: Path) -> Answers:
 
 @pytest.fixture(scope="module")
 def server(random_model: Path, folder: Path, one_device: Answers) -> Iterator[Server]:
-    both = ("--data-parallel-size", "2", "--api-server-count", "1")
-    command = (*flags(folder / "two"), *both)
-    with serving(random_model, *command, log=folder / "server.log") as running:
+    with serving(
+        random_model, *flags(folder / "two"), *REPLICAS, log=folder / "server.log"
+    ) as running:
         yield running
 
 
@@ -58,11 +66,7 @@ def test_each_replica_does_what_one_device_does(
     server: Server, client: openai.OpenAI, random_model: Path, folder: Path, one_device: Answers
 ) -> None:
     """And counts what it did, and nothing else."""
-    for replica, lengths in SENT.items():
-        for length in lengths:
-            rank = {"X-data-parallel-rank": str(replica)}
-            answer = complete(client, random_model, length, extra_headers=rank)
-            assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+    _check_answers(client, random_model, one_device)
     one, two = kept(folder / "one"), kept(folder / "two")
     for length, (expected,) in one.items():
         served = [length in lengths for lengths in SENT.values()]
@@ -82,6 +86,15 @@ def test_each_replica_does_what_one_device_does(
         }
         freed = sum(report["blocks_before"] - report["blocks_after"] for report in reports)
         assert sum(metrics["vllm_pyramid:blocks_freed_total"].values()) == freed
+
+
+def _check_answers(client: openai.OpenAI, model: Path, one_device: Answers) -> None:
+    """Send each replica its prompts: tokens and reports are those of one device."""
+    for replica, lengths in SENT.items():
+        for length in lengths:
+            rank = {"X-data-parallel-rank": str(replica)}
+            answer = complete(client, model, length, extra_headers=rank)
+            assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
 
 
 def _wait_until_idle(server: Server) -> dict[int, dict[str, dict[int, float]]]:
@@ -181,3 +194,19 @@ def test_killing_a_replica_ends_the_server(
         others=["finish_reason abort", "finish_reason ", "finish_reason length"],
     )
     assert "engine core exited unexpectedly" in log, log[-3000:]
+
+
+def test_each_replica_selects_pages_of_its_own(random_model: Path, tmp_path: Path) -> None:
+    """As one device does, in a server of its own, and counts the pages it has read."""
+    one_device = answers_of_one_device(random_model, tmp_path / "one", SELECTED)
+    command = (*flags(tmp_path / "two", SELECTED), *REPLICAS)
+    with serving(random_model, *command, log=tmp_path / "server.log") as server:
+        _check_answers(client_of(server), random_model, one_device)
+        by_engine = _wait_until_idle(server)
+    for replica, lengths in SENT.items():
+        counted = []
+        for pages in ("pages_read", "pages_visible"):
+            expected = sum(one_device[length][1][pages] for length in lengths)
+            assert by_engine[replica][f"vllm_pyramid:{pages}_total"] == {-1: expected}
+            counted.append(expected)
+        assert 0 < counted[0] < counted[1]

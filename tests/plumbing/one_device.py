@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,18 +35,21 @@ SETTINGS = {
 Answers = dict[int, tuple[list[int], dict[str, Any]]]
 
 
-def flags(trace: Path) -> tuple[str, ...]:
+def flags(trace: Path, policy: Mapping[str, Any] = POLICY) -> tuple[str, ...]:
     """Of `vllm serve`, to serve as `answers_of_one_device` does."""
-    settings = {**SETTINGS, **POLICY, "kv_trace": str(trace)}
-    pairs = ((f"--{name.replace('_', '-')}", value) for name, value in settings.items())
+    settings = {**SETTINGS, **policy, "kv_trace": str(trace)}
+    pairs = (
+        (f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value))
+        for name, value in settings.items()
+    )
     return (*(part for pair in pairs for part in pair), "--enforce-eager")
 
 
-def answers_of_one_device(model: Path, trace: Path) -> Answers:
+def answers_of_one_device(model: Path, trace: Path, policy: Mapping[str, Any] = POLICY) -> Answers:
     """All prompts in turn, in an engine of this process; what they keep goes to `trace`."""
     numbers = {name: int(value) for name, value in SETTINGS.items() if value.isdigit()}
-    policy = {**POLICY, "kv_min_tokens": 0, "kv_trace": str(trace)}
-    engine = start_engine(str(model), **{**SETTINGS, **numbers, **policy})
+    served = {**policy, "kv_min_tokens": 0, "kv_trace": str(trace)}
+    engine = start_engine(str(model), **{**SETTINGS, **numbers, **served})
     try:
         answers = {}
         for length, prompt in PROMPTS.items():
