@@ -35,8 +35,7 @@ def compile_kernels(
     most = padded(-(-batch.max_seq_len // size), TILE)
     length = min(batch.max_seq_len, batch.block_table.shape[1] * size)
     zero, one = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, 1))
-    if scorer.summary_kind is not None:
-        summaries.add_ranges(inputs, batch.block_table, zero, one, zero, max_pages=1)
+    summaries.add_decoded(inputs, zero, one, zero)
     rows = PageBatch(
         inputs.query[:1],
         batch.block_table,

@@ -89,10 +89,28 @@ class Summaries:
         if self._scorer.summary_kind is not None:
             starts, ends = filled.starts[inputs.layer], filled.ends[inputs.layer]
             skips = inputs.batch.skips[: len(pages.starts)]
-            self.add_ranges(inputs, table, starts, ends, skips, filled.max_pages)
+            self._add_ranges(inputs, table, starts, ends, skips, filled.max_pages)
         elif self._scorer.summary_rows:
             blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)]
             self._add_blocks(inputs, blocks.long(), queries)
+
+    def add_decoded(
+        self,
+        inputs: AttentionInputs,
+        starts: torch.Tensor,
+        ends: torch.Tensor,
+        skips: torch.Tensor,
+    ) -> None:
+        """Summarise the page that each row of a decode step may fill, by the scorer's kernel.
+
+        Such steps may be captured: nothing but the contents of the tensors depends on them.
+
+        Args:
+            starts, ends: `[R]`, of the tokens that are new. skips: `[R]`, tokens that are not
+                there.
+        """
+        if self._scorer.summary_kind is not None:
+            self._add_ranges(inputs, inputs.block_table, starts, ends, skips, max_pages=1)
 
     def add_survivors(self, batch: EvictionBatch, block_size: int) -> None:
         """Summarise the pages of what an eviction has kept, which hold other keys now.
@@ -106,14 +124,14 @@ class Summaries:
         if self._scorer.summary_kind is not None:
             first = (batch.host_lens - batch.host_keeps) // block_size
             most = int((-(-batch.host_lens // block_size) - first).max())
-            self.add_ranges(batch.call, batch.tables, starts, ends, starts, most)
+            self._add_ranges(batch.call, batch.tables, starts, ends, starts, most)
             return
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             # The last page may not be full; then it is summarised again when it is.
             blocks = batch.tables[row, start // block_size : end // block_size]
             self._add_blocks(batch.call, blocks.long())
 
-    def add_ranges(
+    def _add_ranges(
         self,
         inputs: AttentionInputs,
         table: torch.Tensor,

@@ -210,9 +210,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         layer, count = inputs.layer, len(inputs.batch.seq_lens)
         if layer < self.selection.dense_layers:
             return inputs
-        if self.scorer.summary_kind is not None:
-            of_rows = rows.starts[layer][:count], rows.ends[layer][:count], rows.no_skips[:count]
-            self.summaries.add_ranges(inputs, inputs.block_table, *of_rows, max_pages=1)
+        of_rows = rows.starts[layer][:count], rows.ends[layer][:count], rows.no_skips[:count]
+        self.summaries.add_decoded(inputs, *of_rows)
         for part in parts_of(count):
             budgets, chosen = rows.budgets[layer][part], rows.selection.of_rows(part)
             pages = rows.batch(inputs, part)
