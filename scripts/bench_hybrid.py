@@ -10,14 +10,14 @@ model's own shape allows: blocks that a request holds while it decodes, without 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import random
 import statistics
 import tempfile
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from own_engines import start_engines, stay_in_process
 
 HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, BLOCK = 8, 4, 64, 4096, 16
 
@@ -26,14 +26,7 @@ def engine(
     pipe: Connection, settings: dict[str, Any], policy: dict[str, Any], threads: str
 ) -> None:
     """Run the job again and again, when told to; in a process of its own."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": threads,
-    }
-    if not policy:
-        os.environ["VLLM_PLUGINS"] = ""
+    stay_in_process(threads, stock=not policy)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**settings, **({"additional_config": policy} if policy else {}))
@@ -90,7 +83,6 @@ def main() -> None:
     print(f"blocks a request: {whole} + {beside} in windows; evicted {kept} + {beside}")
     bound = (whole + beside) / (kept + beside)
     print(f"bound of the model's own shape: {bound:.2f} times as many requests", flush=True)
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         Gemma3TextConfig(
             architectures=["Gemma3ForCausalLM"],
@@ -123,15 +115,10 @@ def main() -> None:
             "kv_cache_memory_bytes": blocks * BLOCK * 2 * KV_HEADS * HEAD_SIZE * 2,
         }
         policy = {"kv_policy": args.policy, "kv_budget": args.budget}
-        pipes: dict[str, Connection] = {}
-        for name, own in (("stock", {}), (args.policy, policy)):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
-                target=engine, args=(theirs, settings, own, args.threads), daemon=True
-            )
-            process.start()
-            assert ours.recv() == "ready"
-            pipes[name] = ours
+        both = {"stock": {}, args.policy: policy}
+        pipes = start_engines(
+            engine, {name: (settings, own, args.threads) for name, own in both.items()}
+        )
         source = random.Random(0)
         ratios: list[list[float]] = []
         for repetition in range(args.repetitions + 1):  # the first one warms up

@@ -9,12 +9,12 @@ weights in the shape of `vllm-pyramid bench` (8 layers), one request at a time, 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import tempfile
 import time
 
 import psutil
+from own_engines import stay_in_process
 
 
 def main() -> None:
@@ -26,12 +26,7 @@ def main() -> None:
     parser.add_argument("--threads", default="2")
     args = parser.parse_args()
     lengths = [int(length) for length in args.lengths.split(",")]
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": args.threads,
-    }
+    stay_in_process(args.threads)
     from transformers import LlamaConfig
     from vllm import SamplingParams
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import os
 import statistics
 import time
 from typing import Any
+
+from own_engines import stay_in_process
 
 POLICY, WHOLE = "sparse-prefill", "full"
 
@@ -58,12 +59,7 @@ def main() -> None:
     parser.add_argument("--threads", default="2")
     args = parser.parse_args()
     lengths = [int(length) for length in args.lengths.split(",")]
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": args.threads,
-    }
+    stay_in_process(args.threads)
     from vllm_pyramid import LLM
     from vllm_pyramid.tools.models import MODELS, model_folder
 

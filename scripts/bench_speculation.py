@@ -9,8 +9,6 @@ The prompts are pieces of this project's documents, which the model goes on with
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import random
 import statistics
 import time
@@ -18,19 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from own_engines import start_engines, stay_in_process
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def engine(pipe: Connection, settings: dict[str, Any], threads: str) -> None:
     """Run prompts when told to; in a process of its own."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": threads,
-    }
-    if "additional_config" not in settings:
-        os.environ["VLLM_PLUGINS"] = ""
+    stay_in_process(threads, stock="additional_config" not in settings)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**settings)
@@ -102,16 +95,9 @@ def main() -> None:
         args.policy: policy,
         f"{args.policy}, drafts": {**drafts, **policy},
     }
-    spawn = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    for name, own in engines.items():
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(
-            target=engine, args=(theirs, {**common, **own}, args.threads), daemon=True
-        )
-        process.start()
-        assert ours.recv() == "ready"
-        pipes[name] = ours
+    pipes = start_engines(
+        engine, {name: ({**common, **own}, args.threads) for name, own in engines.items()}
+    )
     source = random.Random(0)
     speeds: dict[str, list[float]] = {name: [] for name in pipes}
     for repetition in range(args.repetitions + 1):  # the first one warms up

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import csv
-import itertools
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -79,31 +76,3 @@ def test_unknown_attributes_are_refused() -> None:
 def test_no_document_has_a_gap() -> None:
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         assert not re.search(r"@[A-Z]{3,}@|\bTODO\b|NOTE: the figures", path.read_text()), path
-
-
-def _table(name: str) -> list[dict[str, str]]:
-    with (ROOT / "docs" / "results" / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize("run", _table("bench-commands.csv"), ids=lambda run: run["run"])
-def test_kept_figures_have_the_command_that_makes_them(run: dict[str, str]) -> None:
-    """The command names no path of the machine that ran it, and a page names the run."""
-    words = shlex.split(run["command"])
-    if re.fullmatch(r"VLLM_PYRAMID_\w+=\w+", words[0]):  # a variable of this package's own
-        del words[0]
-    assert words[:2] == ["vllm-pyramid", "bench"] and not any(w.startswith("/") for w in words)
-    rows = [row for row in _table("bench.csv") if row["run"] == run["run"]]
-    assert rows and run["processor"] and run["date"]
-    given = dict(itertools.pairwise(words))
-    if "--pool-prompts" in given:
-        pools = set(map(float, given["--pool-prompts"].split(",")))
-        assert {float(row["pool_prompts"]) for row in rows} == pools
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")]
-    assert any(f"`{run['run']}`" in text for text in pages), f"no page names {run['run']}"
-
-
-def test_every_kept_row_belongs_to_a_run() -> None:
-    runs = {run["run"] for run in _table("bench-commands.csv")}
-    assert {row["run"] for row in _table("bench.csv")} == runs
-    assert {row["run"] for row in _table("bench-profiles.csv")} <= runs

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,6 @@ import torch
 
 from vllm_pyramid.tools.bench import measures, prepare, server_load
 from vllm_pyramid.tools.bench.job import WARM_UP_SEED, Job, Variant, variants_of
-from vllm_pyramid.tools.bench.options import parse
 from vllm_pyramid.tools.bench.prepare import Prepared, processor
 from vllm_pyramid.tools.bench.server_load import (
     Gauges,
@@ -34,12 +31,9 @@ from vllm_pyramid.tools.bench.server_load import (
 )
 from vllm_pyramid.tools.bench.shapes import SHAPES
 from vllm_pyramid.tools.child_process import ChildError
-from vllm_pyramid.tools.cli import _build_parser, main
+from vllm_pyramid.tools.cli import main
 
 pytestmark = pytest.mark.cpu
-
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
-WITH_PEERS = ("one-request", "peers")  # runs of a bench that had programs outside of vLLM too
 
 
 @pytest.mark.parametrize(
@@ -232,26 +226,6 @@ def test_policies_take_turns(
     assert row["output_ratio"] == 2.0 and row["decode_ratio"] == 4.0
     assert written["baseline"] == "stock" and written["processor"] == processor()
     assert f"on {processor()}." in capsys.readouterr().out
-
-
-def _kept(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [run for run in _kept("bench-commands.csv") if run["run"] not in WITH_PEERS],
-    ids=lambda run: run["run"],
-)
-def test_commands_of_kept_results_are_still_options(kept: dict[str, str]) -> None:
-    words = shlex.split(kept["command"])
-    args = _build_parser().parse_args(words[words.index("bench") :])
-    options = parse(args.measure, vars(args))
-    for row in _kept("bench.csv"):
-        if row["run"] == kept["run"]:
-            assert float(row["pool_prompts"]) in [pool for pool, _ in options.rounds]
-            assert row["policy"] in (*options.policies, "full")  # the first policy was `full` once
 
 
 @pytest.mark.parametrize("measure", [["throughput"], ["capacity"], ["throughput", "--decode-only"]])
