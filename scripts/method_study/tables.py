@@ -148,7 +148,7 @@ def run(
         str, typer.Option(help="folder, or a name of `vllm-pyramid model`")
     ] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
-    samples: Annotated[int, typer.Option(help="prompts of a study's tasks at most")] = sys.maxsize,
+    samples: Annotated[int, typer.Option(help="prompts of a task at most")] = sys.maxsize,
 ) -> None:
     """Measure what is not there yet."""
     chosen = read_tables(tables, names or [])
@@ -159,7 +159,12 @@ def run(
         console.print(f"stopped: {left} prompts are left; the same command goes on")
         raise typer.Exit(1)
     for name, table in chosen.items():
-        if table.engine is not None and not _run_engine(name, table.engine, out, folder, deadline):
+        if table.engine is None:
+            continue
+        flags = dict(table.engine)
+        if samples < int(flags.get("samples", sys.maxsize)):
+            flags["samples"] = samples
+        if not _run_engine(name, flags, out, folder, deadline):
             console.print(f"stopped in the table {name!r}; the same command goes on")
             raise typer.Exit(1)
     show(names, out, tables)
