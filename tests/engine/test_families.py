@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.engine.families import FAMILIES, make_family
 from tests.engine.families import WINDOW as WINDOW_TOKENS
@@ -28,6 +29,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from tests.scheduler.checks import check_pool
+from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = pytest.mark.engine
 
@@ -194,6 +196,30 @@ def _check_outcomes(
             assert report["kept_tokens"] == [n] * len(layers)
         _check_greedy(model.forward(tokens, n, kept), outcome, near[1])
     assert compared[0] > 0 and compared[1] < 0.01 * compared[0]
+
+
+def test_a_real_hybrid(engines: EnginePool, tmp_path: Path) -> None:
+    """Gemma 3 270M: text longer than its windows; of eighteen layers the three full ones evict."""
+    try:
+        folder = model_folder("gemma3")
+    except MissingModelError as error:
+        pytest.skip(str(error))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
+    ids = tokenizer.encode(text)
+    layers = (5, 11, 17)
+    engine = engines.get(folder, kv_trace=str(tmp_path), **_settings(max_model_len=1024))
+    assert engine.coordinator.layers == list(layers)
+    outcomes = engine.run(
+        [
+            Job(ids[start : start + length], greedy(MAX_TOKENS, **extra))
+            for start, length in ((0, 300), (2000, 620))
+            for extra in ({}, {"kv_policy": "full"})
+        ]
+    )
+    engine.check_whole()
+    readers = _readers(folder, layers)
+    _check_outcomes(engine, HybridModel(str(folder)), outcomes, readers, tmp_path, NEAR_ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "granite4"])

@@ -136,7 +136,7 @@ ENGINES = {
     ),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts", "eagle"),
+        ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts", "eagle", "both"),
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.attention.backend_triton"),
@@ -152,7 +152,7 @@ ENGINES = {
     ),
     "decode-graphs": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "h2o", "heads", "shares"),
+        ("pyramidkv", "h2o", "heads", "shares", "select"),
     ),
 }
 # vLLM's mode of CUDA graphs, where there are stand-ins for them.

@@ -8,6 +8,7 @@ That these are the best pages is checked with scores from the oracle's own queri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
+from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.methods.pages.reads import PageReads
 from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
 from vllm_pyramid.methods.pages.worker import PageSelector
+from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.engine
 
@@ -207,6 +210,113 @@ def test_an_independent_implementation_gives_its_tokens(
                 assert not rest or min(best) >= max(rest) - 1e-5
                 chosen += bool(rest)
     assert chosen > 3 * TOKENS * (LAYERS - DENSE) * KV_HEADS / 2
+
+
+def test_quest_reads_the_pages_that_its_paper_chooses(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Index for index, with the queries and keys of a model whose KV heads have one query head."""
+    model, dense = tiny_model("llama-mha"), 2
+    args = {"kv_policy": "quest", "kv_policy_args": {"attend.budget": BUDGET * N}}
+    engine = _fresh(engines.get(model, **{**SELECT, **args}))
+    with pages_read(engine) as pages:
+        outcomes = engine.run(_jobs(lengths=(97, 257, 512)))
+    oracle = PagedModel(str(model))
+    oracle.pages, compared = pages, 0
+    for outcome in outcomes:
+        prompt, generated = outcome.job.prompt, outcome.token_ids
+        oracle.name = outcome.request_id
+        oracle.forward(prompt + generated[:-1], len(prompt))
+        for (name, layer, position), heads in pages.items():
+            if name != outcome.request_id:
+                continue
+            assert layer >= dense
+            for head, found in enumerate(heads):
+                query, keys = oracle.queries[layer][head, position], oracle.keys[layer][head]
+                assert found == quests_pages(query, keys[: position + 1], N, BUDGET)
+                compared += 1
+    assert compared == len(outcomes) * (TOKENS - 1) * (LAYERS - dense) * len(heads)
+
+
+def test_the_page_scorer_of_the_documents_chooses(
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In an engine, the pages that it scores highest; where it raises, its requests end."""
+    page = (Path(__file__).parents[2] / "docs" / "select.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_pages.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = tiny_model("llama-mha")  # KV heads with one query head each
+    scorer = {"kind": "my_pages:HalvesScorer", "weight": 0.5}
+    args = {"attend": {**ATTEND, "scorer": scorer}}
+    engine = _fresh(engines.get(model, **{**SELECT, "kv_policy_args": args}))
+    with pages_read(engine) as pages:
+        outcomes = engine.run(_jobs(lengths=(97, 257)))
+    _assert_read(outcomes)
+    oracle = PagedModel(str(model))
+    oracle.pages, compared = pages, 0
+    for outcome in outcomes:
+        prompt, generated = outcome.job.prompt, outcome.token_ids
+        oracle.name = outcome.request_id
+        oracle.forward(prompt + generated[:-1], len(prompt))
+        for (name, layer, position), heads in pages.items():
+            own = position // N
+            for head, found in enumerate(heads if name == outcome.request_id else ()):
+                keys = oracle.keys[layer][head, : own * N].double().unflatten(0, (own, 2, N // 2))
+                halves = keys.mean(dim=2) @ oracle.queries[layer][head, position].double()
+                scores = halves[:, 0] + 0.5 * halves[:, 1]
+                always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
+                best = [float(scores[page]) for page in found if page not in always]
+                rest = [float(scores[page]) for page in range(own) if page not in found]
+                assert always <= set(found) and min(best) >= max(rest) - 1e-5
+                compared += 1
+    assert compared == len(outcomes) * (TOKENS - 1) * (LAYERS - DENSE) * len(heads)
+
+    (selector,) = next(iter(selecting_layers(engine))).impl.context.hooks.before_attention
+    calls = []
+
+    def fail_once(query: torch.Tensor) -> torch.Tensor:
+        calls.append(len(query))
+        if len(calls) == 1:
+            raise ArithmeticError("no extension")
+        return torch.cat([query, 0.5 * query], dim=-1)
+
+    monkeypatch.setattr(type(selector.scorer), "extend", staticmethod(fail_once))
+    (ended,) = _fresh(engine).run(_jobs(lengths=(257,)))
+    (completion,) = ended.output.outputs
+    assert completion.finish_reason == "error" and len(completion.token_ids) == 1
+    engine.check_whole()
+    again = _fresh(engine).run(_jobs(lengths=(97, 257)))
+    assert [o.token_ids for o in again] == [o.token_ids for o in outcomes]
+
+
+def test_layers_may_read_different_numbers_of_pages_from_a_context_on(
+    engines: EnginePool, model: Path
+) -> None:
+    """A pyramid of budgets, and everything below `min_context`: what attention is given says so."""
+    attend = {**ATTEND, "allocator": {"kind": "arithmetic", "beta": 2.0}, "min_context": 264}
+    engine = engines.get(model, **{**SELECT, "kv_policy_args": {"attend": attend}})
+    with pages_read(_fresh(engine)) as pages:
+        outcomes = engine.run(_jobs(lengths=(97, 257, 512)))
+    budgets = load_policy("select", args={"attend": attend}).attend.pages(512, LAYERS, N)
+    assert budgets[DENSE] > budgets[-1] >= SINKS + RECENT
+    assert int(budgets[DENSE:].sum()) == BUDGET * (LAYERS - DENSE)
+    for outcome in outcomes:
+        read, length = 0, len(outcome.job.prompt)
+        for position in range(length, length + TOKENS - 1):
+            seen = position // N + 1
+            for layer in range(LAYERS):
+                chooses = layer >= DENSE and position >= 264
+                read += min(seen, int(budgets[layer])) if chooses else seen
+                if (outcome.request_id, layer, position) in pages:
+                    heads = pages[outcome.request_id, layer, position]
+                    assert chooses and {len(own) for own in heads} == {budgets[layer]}
+        assert outcome.report["pages_read"] == read, length
+    short = outcomes[0].report
+    assert short["pages_read"] == short["pages_visible"]
 
 
 def test_what_is_not_read_may_hold_anything(engines: EnginePool, model: Path) -> None:

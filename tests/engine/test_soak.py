@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.paged_paper import SummaryCheck
 from tests.engine.support import Engine, EnginePool, Job, count_preemptions, greedy
 from tests.scheduler.checks import check_pool
 
@@ -24,7 +25,11 @@ LAYERS = 4
 MAX_LEN = 384
 BLOCKS_OF_ONE = MAX_LEN // 16 * LAYERS
 WINDOW = 8
+# Four layers, of which the lowest reads everything; the fewest tokens that can be read are 33.
+ATTEND = {"budget": 64, "dense_layers": 1, "sinks": 16, "recent": 16, "min_tokens": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
+    "select": {"kv_policy_args": {"attend": ATTEND}},
+    "select-evicted": {"kv_policy_args": {"attend": ATTEND}},
     # Evicts during generation, so that requests are preempted between evictions.
     "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 32}},
     "scissorhands": {
@@ -57,6 +62,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+SELECTING = ("select", "select-evicted")
+
+
 def _jobs(policy: str, *, aborts: bool) -> list[Job]:
     """The same requests on every call: lengths, budgets, arrivals and who gives up."""
     source = random.Random(7)
@@ -68,9 +76,12 @@ def _jobs(policy: str, *, aborts: bool) -> list[Job]:
         max_tokens = source.choice([1, 2, source.randrange(10, 60), source.randrange(60, 200)])
         max_tokens = min(max_tokens, MAX_LEN - n)
         budget: int | str = source.randrange(WINDOW + 1, 80)
+        key = "kv_attend_budget" if policy in SELECTING else "kv_budget"
+        if policy in SELECTING:
+            budget += 33 - WINDOW
         if policy in ("pyramidinfer", "thin_generated"):
             budget = f"{budget + 20}%"
-        extra = source.choice([{}, {}, {"kv_budget": budget}, {"kv_policy": "full"}])
+        extra = source.choice([{}, {}, {key: budget}, {"kv_policy": "full"}])
         prompt = [source.randrange(8, 512) for _ in range(n)]
         gives_up = source.randrange(1, 30) if source.random() < 0.1 else None
         arrival += source.choice([0, 0, 0, 1])
@@ -97,12 +108,20 @@ def _run(
     engine = engines.get(model, **settings)
     engine.shuffle_blocks()
 
+    summaries = SummaryCheck()
+
     def check(engine: Engine) -> None:
         check_pool(engine.coordinator)
+        if policy in SELECTING:
+            summaries(engine)
 
     with count_preemptions(engine) as preemptions:
         outcomes = engine.run(_jobs(policy, aborts=contended), check)
     engine.check_whole()
+    if policy in SELECTING:
+        reports = [o.report for o in outcomes if o.output is not None]
+        read, seen = (sum(r[f"pages_{key}"] for r in reports) for key in ("read", "visible"))
+        assert summaries.pages > NUM_REQUESTS and 0 < read < seen
     tokens = {o.job.name: o.token_ids for o in outcomes if o.output is not None}
     return tokens, preemptions
 
@@ -121,14 +140,16 @@ def _changed(
 
 
 @pytest.mark.parametrize(
-    "policy", ["pyramidkv", "xkv", "h2o", "scissorhands", "pyramidinfer", "thin_generated"]
+    "policy",
+    ["pyramidkv", "xkv", "h2o", "scissorhands", "pyramidinfer", "thin_generated", *SELECTING],
 )
 def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:
     """Chunks, mixed batches, preemption, resumption and aborts; greedy tokens in float32."""
     model = tiny_model("llama-mha")
     changed, compared, preemptions = _changed(engines, model, policy)
     print(f"{compared} requests, preemptions {preemptions}, {len(changed)} changed")
-    assert preemptions["evicted"] >= NUM_REQUESTS // 40
+    kind = "all" if policy == "select" else "evicted"  # which evicts nothing
+    assert preemptions[kind] >= NUM_REQUESTS // 40
     assert NUM_REQUESTS * 0.8 < compared < NUM_REQUESTS  # some were aborted
     if changed:
         # Sums in another order may change a tie, but then they do for `full` as well.

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages, choosing, refusals
@@ -121,21 +122,6 @@ def test_full_pages_of_a_step(requests: list[tuple[int, int]]) -> None:
 # Quest --------------------------------------------------------------------------------------------
 
 
-def _quests_pages(query: torch.Tensor, keys: torch.Tensor, size: int, budget: int) -> list[int]:
-    """Quest's choice for one head, from its algorithm 1: the last page and the best of the others.
-
-    Per channel, the larger of q times the page's minimum and q times its maximum, summed.
-    """
-    full = (len(keys) - 1) // size
-    bounds = []
-    for page in range(full):
-        channels = keys[page * size : (page + 1) * size]
-        low, high = channels.min(dim=0).values, channels.max(dim=0).values
-        bounds.append(float(torch.maximum(query * low, query * high).double().sum()))
-    order = sorted(range(full), key=lambda page: (-bounds[page], page))
-    return sorted([*order[: budget - 1], full])
-
-
 class _Context:
     """What `PageSelector` reads of a worker."""
 
@@ -206,7 +192,7 @@ def test_quest_chooses_its_authors_pages(seed: int) -> None:
     assert pages.numel() and chosen.block_table.shape == (1, HEADS, 5)
     keys = cache[table[0].long()].transpose(0, 1).flatten(1, 2)[:, :length]
     for head in range(HEADS):
-        wanted = _quests_pages(query[0, head], keys[head], N, 5)
+        wanted = quests_pages(query[0, head], keys[head], N, 5)
         assert chosen.block_table[0, head].tolist() == table[0, wanted].tolist()
     assert chosen.seq_lens.tolist() == [4 * N + (length - 1) % N + 1]
 

@@ -22,6 +22,9 @@ from typing import Any, ClassVar, Self
 MARK = "@vllm-pyramid "
 # The end of a failed process's log that is shown; the reason stands in the last lines.
 _LOG_TAIL_LINES = 25
+# What nanobind prints where a process that has imported Triton ends by an error: more lines than
+# are shown, and none says why.
+_LEAKS = ("nanobind: ", " - leaked ", " - ... skipped remainder")
 
 
 class ChildError(RuntimeError):
@@ -103,7 +106,8 @@ class LoggedProcess:
         """Return the status and the end of the log of a process that has ended or is about to."""
         status = self._process.wait()
         self._log.seek(0)
-        tail = "".join(self._log.readlines()[-_LOG_TAIL_LINES:])
+        lines = [line for line in self._log if not line.startswith(_LEAKS)]
+        tail = "".join(lines[-_LOG_TAIL_LINES:])
         return ChildError(f"{self.what} failed with exit status {status}; its log ends:\n\n{tail}")
 
 

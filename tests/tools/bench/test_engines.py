@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.engine.support import is_cpu_build
 from vllm_pyramid.policy import load_policy
@@ -124,15 +125,20 @@ def test_decode_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     command = ["bench", "throughput", "--decode-only", "--layers", str(LAYERS)]
     # Stock vLLM has no attention for the CPU in its CUDA wheel.
     stock = ["stock"] if is_cpu_build() else []
-    policies = ",".join([*stock, "full", "pyramidkv"])
+    selecting = tmp_path / "half.yaml"
+    attend = {"kind": "pages", "budget": 256, "dense_layers": 1, "scorer": "mean"}
+    selecting.write_text(
+        yaml.safe_dump({"name": "half", "budget": "100%", "scorer": "none", "attend": attend})
+    )
+    policies = ",".join([*stock, "full", "pyramidkv", str(selecting)])
     command += ["--policies", policies, "--budget", "12%", "--threads", "1"]
     command += ["--prompt-len", str(PROMPT), "--output-len", "96", "--num-prompts", "12"]
     command += ["--pool-prompts", "2", "--repetitions", "2", "--out", str(tmp_path)]
     command += ["--engine-args", '{"kv_admission": "prompt"}']
     assert main([*command, "--profile"]) == 0
     written = json.loads((tmp_path / "throughput.json").read_text())
-    full, evicted = written["rows"][-2:]
-    for row in written["rows"][:-2]:
+    full, evicted, selected = written["rows"][-3:]
+    for row in written["rows"][:-3]:
         # Its own blocks of 128 tokens, so at most one more of them for each request than it needs.
         assert (row["policy"], row["decode_batch"]) == ("stock", 2)
         assert row["decode_blocks"] == 2 * 5 * 8 * LAYERS and row["decode_ratio"] == 1.0
@@ -141,15 +147,34 @@ def test_decode_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     # More come in than the pool holds at their ends: the windows stay short of that.
     assert evicted["decode_batch"] > 2
     assert evicted["decode_blocks"] <= evicted["peak_blocks"] <= pool
-    for row in (full, evicted):
+    # One layer of two reads everything, the other 16 of 33 pages and more.
+    assert 0.7 < selected["read_share"] < 0.75
+    assert full["read_share"] is None and evicted["read_share"] is None
+    for row in (full, evicted, selected):
         assert row["repetitions"] == 2 and row["decode_low"] <= row["decode_tokens_per_s"]
         assert row["decode_ratio"] > 0
-    assert [one["label"] for one in written["profile"]] == [*stock, "full", "pyramidkv 12%"]
+    labels = [*stock, "full", "pyramidkv 12%", str(selecting)]
+    assert [one["label"] for one in written["profile"]] == labels
     for one, row in zip(written["profile"], written["rows"], strict=True):
         assert one["batch"] == row["decode_batch"]
         assert sum(one["operators_ms"].values()) == pytest.approx(one["step_ms"])
         assert one["operators_ms"][OUTSIDE] > 0 and len(one["operators_ms"]) > 5
     assert "ms of a decode step" in capsys.readouterr().out
+
+
+def test_pages_that_are_all_read_are_no_selection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    selecting = tmp_path / "all.yaml"
+    attend = {"kind": "pages", "budget": 4096, "dense_layers": 1, "scorer": "mean"}
+    selecting.write_text(
+        yaml.safe_dump({"name": "all", "budget": "100%", "scorer": "none", "attend": attend})
+    )
+    command = ["bench", "throughput", "--layers", str(LAYERS), "--policies", f"full,{selecting}"]
+    command += ["--prompt-len", "64", "--output-len", "8", "--num-prompts", "1", "--threads", "1"]
+    command += ["--repetitions", "1", "--out", str(tmp_path)]
+    assert main(command) == 2
+    assert "generated tokens read all 70 that they saw" in capsys.readouterr().err
 
 
 def test_capacity_where_memory_is_shared_out_otherwise(tmp_path: Path) -> None:

@@ -80,10 +80,12 @@ class FakeEngines:
             if len(self.served) == self.fail_after:
                 raise ChildError(f"{what} failed")
             self.served.append(request["key"])
+            memory, pages = (0.125, (3, 12)) if request["budget"] else (1.0, (None, None))
+            kept = eviction([10, 6], len(request["prompt_token_ids"]), memory)
             result = Result(
                 text=" 1.",
-                eviction=eviction(
-                    [10, 6], len(request["prompt_token_ids"]), 0.125 if request["budget"] else 1.0
+                eviction=kept.model_copy(
+                    update=dict(zip(("pages_read", "pages_visible"), pages, strict=True))
                 ),
                 nats=math.log(4.0) if request["forced"] else None,
                 **self.compared(request),
@@ -161,10 +163,11 @@ def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -
     assert perplexity.score == pytest.approx(4.0) and perplexity.metric == "perplexity"
     assert perplexity.lower_is_better and not needle.lower_is_better
     assert (listed[0].memory, listed[3].memory) == (1.0, 0.125)
+    assert math.isnan(listed[0].read) and listed[3].read == 0.25
 
     written = json.loads(as_json(rows, {"model": "m"}))
     assert written["run"] == {"model": "m"}
-    assert written["rows"][0] == {name: getattr(needle, name) for name in COLUMNS}
+    assert written["rows"][0] == {name: getattr(needle, name) for name in COLUMNS} | {"read": None}
     read = list(csv.DictReader(io.StringIO(rows.to_csv(index=False))))
     assert len(read) == 9 and read[2]["policy"] == "full" and float(read[2]["score"]) > 3.9
 
@@ -405,6 +408,11 @@ def test_a_complete_report_is_accepted() -> None:
     # Of two layers whose KV heads have lengths of their own.
     of_heads = EvictionReport.checked(report() | {"kv_heads": 2}, "pyramidkv")
     assert of_heads.kept_shares == [0.3, 0.06] and of_heads.memory == 0.25
+    # Of one whose generated tokens read some of the pages that they saw, and of one without any.
+    assert checked.read is None
+    for read, visible, share in ((9, 36, 0.25), (0, 0, None)):
+        pages = {"pages_read": read, "pages_visible": visible}
+        assert EvictionReport.checked(report() | pages, "pyramidkv").read == share
     # Of an eviction during generation.
     later = report() | {"computed_tokens": 1100, "evicted_tokens": 3680, "kv_budget": 180}
     assert EvictionReport.checked(later, "pyramidkv").computed_tokens == 1100

@@ -18,8 +18,10 @@ from typing import Any
 from vllm_pyramid.tools.bench.profile import profile
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import (
+    Pages,
     SchedulerLog,
     evictions_counted,
+    pages_counted,
     steps_with_room,
 )
 from vllm_pyramid.tools.child_process import read_tasks, say
@@ -136,6 +138,26 @@ class Engine:
             blocks=self.pool_blocks - self.pool.get_num_free_blocks() * self.blocks_of_one,
         )
 
+    def _read_share(self, before: Pages) -> dict[str, float]:
+        """Return which share of their pages the tokens since `before` read, as `read_share`.
+
+        Returns:
+            Nothing where the policy selects no pages.
+
+        Raises:
+            RuntimeError: it selects, and all were read.
+        """
+        now = pages_counted(self.scheduler)
+        read, visible = now.read - before.read, now.visible - before.visible
+        if not visible:
+            return {}
+        if read == visible:
+            raise RuntimeError(
+                f"the policy selects pages, and generated tokens read all {visible} that they "
+                "saw: give longer prompts, or a smaller budget in the policy's section `attend`"
+            )
+        return {"read_share": read / visible}
+
     def run(
         self,
         prompts: list[list[int]],
@@ -158,9 +180,11 @@ class Engine:
             forks: of each prompt, further branches (see `Talk`).
 
         Raises:
-            RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
+            RuntimeError: it generated other lengths than `max_tokens`, evicted nothing, or read
+                all pages where the policy selects some.
         """
         self._log.preemptions = 0
+        pages = pages_counted(self.scheduler)
         later = later or [[] for _ in prompts]
         forks = forks or [[] for _ in prompts]
         expected = len(prompts) + sum(map(len, later))
@@ -217,7 +241,7 @@ class Engine:
                 f"with the budget {budget} only {evicted} of {expected} requests report that "
                 "they evicted something"
             )
-        return engine_sample(steps, requests, self._log.preemptions)
+        return engine_sample(steps, requests, self._log.preemptions) | self._read_share(pages)
 
     def fill(
         self,
@@ -275,15 +299,18 @@ class Engine:
         """Run `count` decode steps of the running requests.
 
         Raises:
-            RuntimeError: a prompt was admitted or a request finished meanwhile.
+            RuntimeError: a prompt was admitted or a request finished meanwhile, or all pages were
+                read where the policy selects some.
         """
+        pages = pages_counted(self.scheduler)
         steps = [self.step() for _ in range(count)]
         batches = {step.decoding for step in steps}
         if len(batches) != 1 or any(step.prompt_tokens for step in steps):
             raise RuntimeError(
                 f"the requests that decode changed during the measurement: {sorted(batches)}"
             )
-        return {"seconds": [step.seconds for step in steps], "batch": batches.pop()}
+        seconds = [step.seconds for step in steps]
+        return {"seconds": seconds, "batch": batches.pop(), **self._read_share(pages)}
 
     def profile(self, count: int) -> dict[str, Any]:
         """Run `count` decode steps under PyTorch's profiler (see `profile.profile`)."""

@@ -118,6 +118,7 @@ def decode_windows(
             answer = engines.ask(variant, "steps", count=steps)
             rate = answer["batch"] * steps / sum(answer["seconds"])
             decode = {"decode_tokens_per_s": rate, "decode_batch": answer["batch"]}
+            decode["read_share"] = answer.get("read_share")
             if window:
                 samples.append((variant, sample | decode))
     profiles = []

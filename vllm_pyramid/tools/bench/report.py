@@ -23,7 +23,8 @@ Samples = list[tuple[Variant, Sample]]
 # What a row holds, in the order of the files. A measure that does not give a value leaves it empty.
 #
 # output_tokens_per_s: end to end. decode_tokens_per_s, decode_batch: of steady decode steps.
-# prefill_share: of the time. cached_share: of the prompts' tokens, found in the prefix cache;
+# prefill_share: of the time. read_share: of the pages that generated tokens see, those that they
+# read, with a policy that selects. cached_share: of the prompts' tokens, found in the prefix cache;
 # ttft_hit, ttft_miss: of requests that found something there, and that did not.
 # ttft, tpot: time to the first token (waiting included) and per token after it.
 # resident_max: the most requests that decoded at once; over HTTP the most that ran at once.
@@ -38,7 +39,7 @@ _JOB = ["prompt_len", "output_len", "num_prompts", "turns", "shared_len"]
 _CONDITIONS = ["pool_prompts", "request_rate"]
 _TIMES = [f"{metric}_p{percent}_ms" for metric in ("ttft", "tpot") for percent in PERCENTILES]
 _RATES = ["output_tokens_per_s", "decode_tokens_per_s", "decode_batch", "prefill_share"]
-_MEDIANS = [*_RATES, "cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES]
+_MEDIANS = [*_RATES, "read_share", "cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES]
 _LARGEST = [
     *("resident_max", "before_queueing", "peak_blocks", "decode_blocks", "preemptions"),
 ]

@@ -73,6 +73,24 @@ def evictions_counted(scheduler: Any) -> int:
     return 0 if coordinator is None else int(coordinator.counters.num_evictions)
 
 
+class Pages(NamedTuple):
+    """Pages of generated tokens, summed over the layers.
+
+    Attributes:
+        read: that a policy with `attend` chose. visible: that attention to everything would read.
+    """
+
+    read: int
+    visible: int
+
+
+def pages_counted(scheduler: Any) -> Pages:
+    """Return the pages since the start of a scheduler; zeros where a policy selects none."""
+    totals = [hooks.totals() for hooks in getattr(scheduler, "hooks", ())]
+    read, visible = (sum(t.get(key, 0) for t in totals) for key in ("pages_read", "pages_visible"))
+    return Pages(read, visible)
+
+
 def steps_with_room(scheduler: Any, free: int, longest: int) -> int:
     """Return the decode steps of the running requests that `free` blocks allow.
 

@@ -26,6 +26,8 @@ class EvictionReport(BaseModel):
         kv_heads: KV heads of a layer, where they have lengths of their own.
         kv_turns: where the conversation's turns ended, this one's last; None if it was not said.
         inner_evictions: how often the prompt was evicted before its end; None where it cannot be.
+        pages_read, pages_visible: pages that generated tokens read and saw, over all layers; None
+            where the policy selects none.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -40,6 +42,8 @@ class EvictionReport(BaseModel):
     kv_heads: int | None = None
     kv_turns: list[int] | None = None
     inner_evictions: int | None = None
+    pages_read: int | None = None
+    pages_visible: int | None = None
 
     @classmethod
     def checked(cls, parameters: Mapping[str, Any] | None, policy: str) -> EvictionReport:
@@ -73,6 +77,13 @@ class EvictionReport(BaseModel):
     def memory(self) -> float:
         """Return the blocks held after the eviction, as a share of those that all tokens take."""
         return self.blocks_after / self.blocks_before
+
+    @property
+    def read(self) -> float | None:
+        """Return the share of the pages that generated tokens saw which they read; None for all."""
+        if self.pages_read is None or not self.pages_visible:
+            return None
+        return self.pages_read / self.pages_visible
 
     @property
     def kept_shares(self) -> list[float]:

@@ -22,11 +22,12 @@ from vllm_pyramid.tools.eval.run import Answer
 __all__ = ["COLUMNS", "as_json", "as_markdown", "rows_of", "tables", "titled"]
 
 # score: over all seeds' samples. low, high: its 95 % interval. n: samples over all seeds. memory:
-# cache blocks held after the last eviction, as a share of the full cache's. length: in tokens, 0
-# where each prompt of a file has its own.
+# cache blocks held after the last eviction, as a share of the full cache's. read: of the pages that
+# generated tokens see, those that they read, where a policy selects. length: in tokens, 0 where
+# each prompt of a file has its own.
 COLUMNS = [
     "task", "metric", "policy", "budget", "length", "score", "low", "high", "n", "seeds", "memory",
-    "lower_is_better",
+    "read", "lower_is_better",
 ]  # fmt: skip
 
 
@@ -43,11 +44,18 @@ def rows_of(answers: Iterable[Answer]) -> pd.DataFrame:
             "n": len(group),
             "seeds": len({answer.seed for answer in group}),
             "memory": fmean(answer.result.eviction.memory for answer in group),
+            "read": _mean(answer.result.eviction.read for answer in group),
         }
         for key, group in groups.items()
         for figure in group[0].task.figures([a.sample for a in group], [a.result for a in group])
     ]
-    return pd.DataFrame(rows).astype({"low": float, "high": float})[COLUMNS]
+    return pd.DataFrame(rows).astype(dict.fromkeys(("low", "high", "read"), float))[COLUMNS]
+
+
+def _mean(shares: Iterable[float | None]) -> float | None:
+    """Return the mean of those that there are."""
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
 
 
 def titled(rows: pd.DataFrame) -> pd.DataFrame:
