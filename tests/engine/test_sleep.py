@@ -16,10 +16,18 @@ from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
+HEADS = {"mask": [[1, 0], [0, 1], [0, 0], [1, 1]], "share": 0.5, "heads.sinks": 4}
+HEADS |= {"heads.recent": 40, "heads.recent_share": 0.0}
+
 
 @pytest.mark.parametrize(
     ("policy", "args", "asynchronous"),
-    [("snapkv", {"window": WINDOW}, True), ("h2o", {"interval": 16}, False)],
+    [
+        ("snapkv", {"window": WINDOW}, True),
+        ("h2o", {"interval": 16}, False),
+        # What heads have dropped is kept as means next to the cache, which sleep does not touch.
+        ("razorattention", {**HEADS, "heads.compensate": True}, True),
+    ],
 )
 def test_requests_outlive_sleep(
     engines: EnginePool,

@@ -30,6 +30,15 @@ ATTEND = {"budget": 64, "dense_layers": 1, "sinks": 16, "recent": 16, "min_token
 SETTINGS: dict[str, dict[str, Any]] = {
     "select": {"kv_policy_args": {"attend": ATTEND}},
     "select-evicted": {"kv_policy_args": {"attend": ATTEND}},
+    # Heads of one layer that keep everything, some and nothing but their ends.
+    "duoattention": {
+        "kv_policy_args": {
+            "mask": [[1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]],
+            "share": 7 / 16,
+            "heads.sinks": 8,
+            "heads.recent": 40,
+        }
+    },
     # Evicts during generation, so that requests are preempted between evictions.
     "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 32}},
     "scissorhands": {
@@ -81,7 +90,8 @@ def _jobs(policy: str, *, aborts: bool) -> list[Job]:
             budget += 33 - WINDOW
         if policy in ("pyramidinfer", "thin_generated"):
             budget = f"{budget + 20}%"
-        extra = source.choice([{}, {}, {key: budget}, {"kv_policy": "full"}])
+        own = {} if policy == "duoattention" else {key: budget}  # which has no budget
+        extra = source.choice([{}, {}, own, {"kv_policy": "full"}])
         prompt = [source.randrange(8, 512) for _ in range(n)]
         gives_up = source.randrange(1, 30) if source.random() < 0.1 else None
         arrival += source.choice([0, 0, 0, 1])
@@ -141,7 +151,10 @@ def _changed(
 
 @pytest.mark.parametrize(
     "policy",
-    ["pyramidkv", "xkv", "h2o", "scissorhands", "pyramidinfer", "thin_generated", *SELECTING],
+    [
+        *("pyramidkv", "xkv", "h2o", "scissorhands", "pyramidinfer", "thin_generated"),
+        *("duoattention", *SELECTING),
+    ],
 )
 def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:
     """Chunks, mixed batches, preemption, resumption and aborts; greedy tokens in float32."""

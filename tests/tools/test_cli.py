@@ -114,6 +114,21 @@ def test_budgets_of_heads_that_share_a_total(capsys: pytest.CaptureFixture[str])
     assert report["num_layers"] == 12 and most == 4 * 200 - 3 * least
 
 
+def test_budgets_of_streaming_heads_speak_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["budgets", "--num-layers", "2", "--num-kv-heads", "4", "--prompt-len", "4096"]
+    argv += ["--kv-policy", "duoattention"]
+    argv += ["--kv-policy-args", json.dumps({"mask": [[1, 0, 0, 0], [1, 1, 0, 1]]})]
+    report = run_json(capsys, *argv)
+    streaming = 128 + 256
+    # A layer's means, of the heads that keep everything and of those that stream.
+    kept = [(4096 * whole + streaming * (4 - whole)) / 4 for whole in (1, 3)]
+    assert [row["kept"] for row in report["layers"]] == kept
+    assert main(argv) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Each KV head has a length of its own" in said
+    assert "a block holds 64 tokens of one head" in said
+
+
 def test_budgets_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = write_config(tmp_path)
     report = run_json(capsys, "budgets", "--model", model, "--kv-budget", "64")
