@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.beside import SETTINGS, WHOLE, WINDOW
+from tests.engine.beside import BUDGET, SETTINGS, WHOLE, WINDOW
 from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
@@ -21,12 +21,12 @@ HEADS |= {"heads.recent": 40, "heads.recent_share": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("policy", "args", "asynchronous"),
+    ("policy", "args", "budget", "asynchronous"),
     [
-        ("snapkv", {"window": WINDOW}, True),
-        ("h2o", {"interval": 16}, False),
+        ("snapkv", {"window": WINDOW}, BUDGET, True),
+        ("h2o", {"interval": 16}, BUDGET, False),
         # What heads have dropped is kept as means next to the cache, which sleep does not touch.
-        ("razorattention", {**HEADS, "heads.compensate": True}, True),
+        ("razorattention", {**HEADS, "heads.compensate": True}, None, True),
     ],
 )
 def test_requests_outlive_sleep(
@@ -34,6 +34,7 @@ def test_requests_outlive_sleep(
     tiny_model: Callable[[str], Path],
     policy: str,
     args: dict[str, Any],
+    budget: int | None,
     asynchronous: bool,
 ) -> None:
     """`sleep(1, mode="keep")` drops the cache under running requests: all is computed again.
@@ -42,7 +43,7 @@ def test_requests_outlive_sleep(
     """
     engine = engines.get(
         tiny_model("mistral"),
-        **{**SETTINGS, "kv_policy": policy, "kv_policy_args": args},
+        **{**SETTINGS, "kv_policy": policy, "kv_policy_args": args, "kv_budget": budget},
         async_scheduling=asynchronous,
     )
     worker = engine.core.model_executor.driver_worker.worker

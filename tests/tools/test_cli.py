@@ -122,7 +122,7 @@ def test_budgets_of_streaming_heads_speak_of_heads(capsys: pytest.CaptureFixture
     streaming = 128 + 256
     # A layer's means, of the heads that keep everything and of those that stream.
     kept = [(4096 * whole + streaming * (4 - whole)) / 4 for whole in (1, 3)]
-    assert [row["kept"] for row in report["layers"]] == kept
+    assert [row["keep"] for row in report["layers"]] == kept
     assert main(argv) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Each KV head has a length of its own" in said
