@@ -173,7 +173,8 @@ class Engine:
 
         Args:
             later: the turns that follow each prompt. A turn is sent when the one before has been
-                answered, and begins with it and its answer.
+                answered, and begins with it and its answer. None in a warm-up, whose prompts may
+                be too short to select pages of.
             concurrency: prompts under way at once; None: all.
             on_finish: called when the last turn of a prompt has been answered.
             resume: requests say where the turns before them ended.
@@ -184,7 +185,7 @@ class Engine:
                 all pages where the policy selects some.
         """
         self._log.preemptions = 0
-        pages = pages_counted(self.scheduler)
+        pages, warms_up = pages_counted(self.scheduler), later is None
         later = later or [[] for _ in prompts]
         forks = forks or [[] for _ in prompts]
         expected = len(prompts) + sum(map(len, later))
@@ -241,7 +242,8 @@ class Engine:
                 f"with the budget {budget} only {evicted} of {expected} requests report that "
                 "they evicted something"
             )
-        return engine_sample(steps, requests, self._log.preemptions) | self._read_share(pages)
+        sample = engine_sample(steps, requests, self._log.preemptions)
+        return sample if warms_up else sample | self._read_share(pages)
 
     def fill(
         self,
