@@ -11,10 +11,10 @@ from typing import Any
 
 
 def stay_in_process(threads: str, *, stock: bool = False) -> None:
-    """Set what vLLM reads when it is imported: one process, so many threads, errors alone.
+    """Set, before vLLM is imported, that it stays in this process and logs errors alone.
 
     Args:
-        threads: of OpenMP.
+        threads: that OpenMP has.
         stock: no plugin is loaded, this package included.
     """
     os.environ |= {

@@ -28,8 +28,8 @@ from tests.engine.support import (
     is_cpu_build,
     random_prompts,
 )
+from tests.plumbing.real_model import real_model
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = pytest.mark.engine
 
@@ -200,10 +200,7 @@ def _check_outcomes(
 
 def test_a_real_hybrid(engines: EnginePool, tmp_path: Path) -> None:
     """Gemma 3 270M: text longer than its windows; of eighteen layers the three full ones evict."""
-    try:
-        folder = model_folder("gemma3")
-    except MissingModelError as error:
-        pytest.skip(str(error))
+    folder = real_model("gemma3")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
     ids = tokenizer.encode(text)

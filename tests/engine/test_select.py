@@ -9,7 +9,7 @@ That these are the best pages is checked with scores from the oracle's own queri
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.engine.drafts import count_drafts
 from tests.engine.hybrids import make_hybrid
 from tests.engine.paged_paper import (
     PagedModel,
+    Pages,
     SummaryCheck,
     pages_read,
     selecting_layers,
@@ -169,6 +170,25 @@ def _scores(
     return weights.mean(dim=0) if combine == "mean" else weights.amax(dim=0)
 
 
+def _oracle_runs(
+    model: Path, outcomes: list[Outcome], pages: Pages
+) -> Iterator[tuple[Outcome, PagedModel, torch.Tensor]]:
+    """Each outcome, the oracle behind its prompt and answer, and the answer's log probabilities."""
+    oracle = PagedModel(str(model))
+    oracle.pages = pages
+    for outcome in outcomes:
+        prompt, oracle.name = outcome.job.prompt, outcome.request_id
+        logprobs = oracle.forward(prompt + outcome.token_ids[:-1], len(prompt))
+        yield outcome, oracle, logprobs[len(prompt) - 1 :]
+
+
+def _choices(outcome: Outcome, pages: Pages) -> Iterator[tuple[int, int, list[list[int]]]]:
+    """Layer, position and the pages of each KV head, of an outcome's tokens that chose."""
+    for (name, layer, position), heads in pages.items():
+        if name == outcome.request_id:
+            yield layer, position, heads
+
+
 @pytest.mark.parametrize(
     ("scorer", "combine"), [("spread", "mean"), ("box", "max"), ("representative", "mean")]
 )
@@ -181,19 +201,13 @@ def test_an_independent_implementation_gives_its_tokens(
     with pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(17, 97, 257, 512)))
     _assert_read(outcomes)
-    oracle = PagedModel(str(model))
-    oracle.pages = pages
     chosen = 0
-    for outcome in outcomes:
+    for outcome, oracle, logprobs in _oracle_runs(model, outcomes, pages):
         prompt, generated = outcome.job.prompt, outcome.token_ids
-        oracle.name = outcome.request_id
-        logprobs = oracle.forward(prompt + generated[:-1], len(prompt))[len(prompt) - 1 :]
         assert logprobs.argmax(dim=-1).tolist() == generated
         for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
             assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
-        for (name, layer, position), heads in pages.items():
-            if name != outcome.request_id:
-                continue
+        for layer, position, heads in _choices(outcome, pages):
             own = position // N
             assert layer >= DENSE and position >= len(prompt) and len(heads) == KV_HEADS
             for head, found in enumerate(heads):
@@ -221,15 +235,9 @@ def test_quest_reads_the_pages_that_its_paper_chooses(
     engine = _fresh(engines.get(model, **{**SELECT, **args}))
     with pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(97, 257, 512)))
-    oracle = PagedModel(str(model))
-    oracle.pages, compared = pages, 0
-    for outcome in outcomes:
-        prompt, generated = outcome.job.prompt, outcome.token_ids
-        oracle.name = outcome.request_id
-        oracle.forward(prompt + generated[:-1], len(prompt))
-        for (name, layer, position), heads in pages.items():
-            if name != outcome.request_id:
-                continue
+    compared = 0
+    for outcome, oracle, _ in _oracle_runs(model, outcomes, pages):
+        for layer, position, heads in _choices(outcome, pages):
             assert layer >= dense
             for head, found in enumerate(heads):
                 query, keys = oracle.queries[layer][head, position], oracle.keys[layer][head]
@@ -256,15 +264,11 @@ def test_the_page_scorer_of_the_documents_chooses(
     with pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(97, 257)))
     _assert_read(outcomes)
-    oracle = PagedModel(str(model))
-    oracle.pages, compared = pages, 0
-    for outcome in outcomes:
-        prompt, generated = outcome.job.prompt, outcome.token_ids
-        oracle.name = outcome.request_id
-        oracle.forward(prompt + generated[:-1], len(prompt))
-        for (name, layer, position), heads in pages.items():
+    compared = 0
+    for outcome, oracle, _ in _oracle_runs(model, outcomes, pages):
+        for layer, position, heads in _choices(outcome, pages):
             own = position // N
-            for head, found in enumerate(heads if name == outcome.request_id else ()):
+            for head, found in enumerate(heads):
                 keys = oracle.keys[layer][head, : own * N].double().unflatten(0, (own, 2, N // 2))
                 halves = keys.mean(dim=2) @ oracle.queries[layer][head, position].double()
                 scores = halves[:, 0] + 0.5 * halves[:, 1]

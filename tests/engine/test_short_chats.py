@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy
+from tests.plumbing.real_model import real_model
 from vllm_pyramid.tools.eval.haystack import topics
-from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = pytest.mark.engine
 
@@ -39,10 +39,7 @@ FLOOR = 256
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    try:
-        return model_folder("smollm2")
-    except MissingModelError as error:
-        pytest.skip(f"`make smollm2` installs it: {error}")
+    return real_model("smollm2")
 
 
 @pytest.fixture(scope="module")

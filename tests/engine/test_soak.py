@@ -129,7 +129,7 @@ def _run(
         outcomes = engine.run(_jobs(policy, aborts=contended), check)
     engine.check_whole()
     reports = [o.report for o in outcomes if o.output is not None]
-    evicts = policy not in ("full", "select", "thin_generated")
+    evicts = policy not in ("full", "select")
     assert not evicts or sum(report["evicted_tokens"] > 0 for report in reports) > 5
     if policy in SELECTING:
         read, seen = (sum(r[f"pages_{key}"] for r in reports) for key in ("read", "visible"))

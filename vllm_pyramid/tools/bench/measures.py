@@ -76,7 +76,8 @@ def whole_jobs(
             task |= {"later": later, "concurrency": job.concurrency, "forks": job.forks(number)}
             task["resume"] = job.resume and not variant.is_stock
             sample = engines.ask(variant, "run", progress.advance, **task)
-            samples.append((variant, sample | {"pool_prompts": pool}))
+            sample |= {"pool_prompts": pool, "read_share": _read_share(variant, sample)}
+            samples.append((variant, sample))
     return samples
 
 
@@ -118,7 +119,7 @@ def decode_windows(
             answer = engines.ask(variant, "steps", count=steps)
             rate = answer["batch"] * steps / sum(answer["seconds"])
             decode = {"decode_tokens_per_s": rate, "decode_batch": answer["batch"]}
-            decode["read_share"] = answer.get("read_share")
+            decode["read_share"] = _read_share(variant, answer)
             if window:
                 samples.append((variant, sample | decode))
     profiles = []
@@ -129,6 +130,23 @@ def decode_windows(
             profiles.append({"label": variant.label, "batch": sample["resident_max"], **made})
         engines.ask(variant, "clear")
     return samples, profiles
+
+
+def _read_share(variant: Variant, answer: dict[str, Any]) -> float | None:
+    """Return which share of the pages that generated tokens saw they read; None without a choice.
+
+    Raises:
+        ValueError: the policy selects pages, and all were read.
+    """
+    read, visible = answer["pages_read"], answer["pages_visible"]
+    if not visible:
+        return None
+    if read == visible:
+        raise ValueError(
+            f"{variant.label} selects pages, and generated tokens read all {visible} that they "
+            "saw: give longer prompts, or a smaller budget in the policy's section `attend`"
+        )
+    return float(read / visible)
 
 
 def _window_steps(prepared: Prepared, filled: Sequence[tuple[Variant, Any]], windows: int) -> int:

@@ -74,21 +74,32 @@ def evictions_counted(scheduler: Any) -> int:
 
 
 class Pages(NamedTuple):
-    """Pages of generated tokens, summed over the layers.
+    """Pages of generated tokens, summed over the layers; zeros where a policy selects none.
 
     Attributes:
-        read: that a policy with `attend` chose. visible: that attention to everything would read.
+        pages_read: that a policy with `attend` chose.
+        pages_visible: that attention to everything would read.
     """
 
-    read: int
-    visible: int
+    pages_read: int
+    pages_visible: int
 
+    @classmethod
+    def counted(cls, scheduler: Any) -> Pages:
+        """Return the pages since the start of a scheduler, vLLM's or ours."""
+        totals = [hooks.totals() for hooks in getattr(scheduler, "hooks", ())]
+        read, visible = (
+            sum(of_hooks.get(key, 0) for of_hooks in totals)
+            for key in ("pages_read", "pages_visible")
+        )
+        return cls(read, visible)
 
-def pages_counted(scheduler: Any) -> Pages:
-    """Return the pages since the start of a scheduler; zeros where a policy selects none."""
-    totals = [hooks.totals() for hooks in getattr(scheduler, "hooks", ())]
-    read, visible = (sum(t.get(key, 0) for t in totals) for key in ("pages_read", "pages_visible"))
-    return Pages(read, visible)
+    def since(self, before: Pages) -> dict[str, int]:
+        """Return the difference to an earlier count, as a part of a sample."""
+        return {
+            "pages_read": self.pages_read - before.pages_read,
+            "pages_visible": self.pages_visible - before.pages_visible,
+        }
 
 
 def steps_with_room(scheduler: Any, free: int, longest: int) -> int:
