@@ -14,6 +14,9 @@
 - with `--fp8`: the same attention over caches of 8-bit floats, in percent of its time over the
   others, and writing a token, in percent of the time of a copy.
 
+With `--queries` queries and results have another type than the cache, as where weights become
+float32 and the cache keeps its 16 bits; scaled_dot_product_attention then has K and V of that type.
+
 The two sides of a comparison alternate within a round and every figure is the median over the
 rounds. Decode walks through copies of the cache that together exceed the last-level cache, as the
 layers of a model do, and the plain read goes through other copies at the time. `--roofline` draws
@@ -111,7 +114,7 @@ def bench_decode(
     table = torch.zeros(requests, entries, dtype=torch.int32)
     for r, row in enumerate(order):
         table[r, : len(row)] = row
-    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
+    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=query_dtype(args))
     out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
     mass = torch.zeros(blocks, args.kv_heads, BLOCK_SIZE)
     starts, seq_lens = torch.arange(requests + 1).int(), integers(*lens)
@@ -123,10 +126,11 @@ def bench_decode(
     threads, softmax = torch.get_num_threads(), Softmax(0.1)
 
     def sdpa(cache: torch.Tensor) -> None:
-        # The cache's memory taken for gathered K and V: as many bytes, in order.
+        # The cache's memory taken for gathered K and V: in order.
         key, value = cache.view(2, requests, args.kv_heads, context, head_size)
         F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=group > 1)
 
+    gathered = caches if query.dtype == dtype else [cache.to(query.dtype) for cache in caches]
     ours, plain, paged, theirs_sdpa, masses = [], [], [], [], []
     small_caches = {kind: [cache.to(kind) for cache in caches] for kind in eight_bits(args)}
     eights: dict[torch.dtype, list[float]] = {kind: [] for kind in small_caches}
@@ -147,7 +151,7 @@ def bench_decode(
             eights[kind].append(timed(cpu.paged_attention, out, eight, softmax, log_sum_exp=lse))
         if not uneven:
             masses.append(timed(cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
-            theirs_sdpa.append(timed(sdpa, caches[(turn + 1) % copies]))
+            theirs_sdpa.append(timed(sdpa, gathered[(turn + 1) % copies]))
     mine, theirs = statistics.median(ours), statistics.median(plain)
     common = (threads, args.dtype, head_size, group, requests, context, used / 1e6)
     decode = Row(
@@ -180,7 +184,7 @@ def bench_select(
     pool = torch.empty(*shape[:2], SUMMARY_ROWS[kind] * head_size, dtype=dtype)
     cpu.summarise_pages(pool, split(first)[0], table, skips, lens, skips, kind=kind)
     caches = [(first.clone(), pool.clone()) for _ in range(copies)]
-    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
+    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=query_dtype(args))
     out, starts = torch.empty_like(query), torch.arange(requests + 1).int()
     numbers = (torch.arange(requests).int(), lens - 1, skips)
     rows = PageBatch(query, table, *numbers, BLOCK_SIZE, max_pages=pages)
@@ -233,7 +237,7 @@ def bench_shared(
     order = torch.randperm(blocks).int()
     rests = order[shared:].view(requests, own)
     table = torch.cat([order[:shared].expand(requests, -1), rests], 1).contiguous()
-    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=dtype)
+    query = torch.randn(requests, args.kv_heads * group, head_size, dtype=query_dtype(args))
     out, softmax = torch.empty_like(query), Softmax(head_size**-0.5)
     starts = torch.arange(requests + 1).int()
     lens = torch.full((requests,), prefix + 128, dtype=torch.int32)
@@ -254,6 +258,10 @@ def bench_shared(
     mine, theirs = statistics.median(ours) * 1e3, statistics.median(alone) * 1e3
     common = (torch.get_num_threads(), args.dtype, head_size, group, requests, prefix, used / 1e6)
     return [Row("shared / each by itself", *common, "ms", mine, theirs, 100 * mine / theirs)]
+
+
+def query_dtype(args: argparse.Namespace) -> torch.dtype:
+    return DTYPES[args.queries or args.dtype]
 
 
 def eight_bits(args: argparse.Namespace) -> tuple[torch.dtype, ...]:
@@ -278,11 +286,11 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
     cache = torch.randn(blocks, args.kv_heads, 2 * BLOCK_SIZE, head_size, dtype=dtype)
     key, value = split(cache)
     table = torch.randperm(blocks).int()[None]
-    query = torch.randn(context, heads, head_size, dtype=dtype)
+    query = torch.randn(context, heads, head_size, dtype=query_dtype(args))
     out = torch.empty_like(query)
     length, nothing, keep = integers(context), integers(0), min(args.keep, context)
-    q = torch.randn(1, heads, context, head_size, dtype=dtype)
-    k, v = (torch.randn(1, args.kv_heads, context, head_size, dtype=dtype) for _ in range(2))
+    q = torch.randn(1, heads, context, head_size, dtype=query.dtype)
+    k, v = (torch.randn(1, args.kv_heads, context, head_size, dtype=query.dtype) for _ in range(2))
     softmax = Softmax(head_size**-0.5)
     batch = AttentionBatch(query, key, value, table, integers(0, context), length, nothing)
     prompt = WindowBatch(query, key, table, length, length, window=8)
@@ -296,7 +304,7 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
         cpu.compact(key, value, table, kept, length, integers(keep))
 
     times: dict[str, list[float]] = {"ours": [], "sdpa": [], "evict": [], "write": []}
-    new = torch.randn(2, context, args.kv_heads, head_size, dtype=dtype)
+    new = torch.randn(2, context, args.kv_heads, head_size, dtype=query.dtype)
     slots = torch.randperm(blocks * BLOCK_SIZE)[:context]
     eights: dict[torch.dtype, list[float]] = {kind: [] for kind in eight_bits(args)}
     writes: dict[torch.dtype, list[float]] = {kind: [] for kind in eights}
@@ -356,10 +364,11 @@ def draw_roofline(rows: list[Row], peaks: dict[int, float], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], queries: torch.dtype) -> str:
     """Return the rows as text."""
     frame = pd.DataFrame(map(asdict, rows)).drop(columns=["dtype", "gflop"])
-    return f"C++ kernels, {cpu.current_isa()}, {rows[0].dtype}\n" + frame.to_string(
+    types = f"{rows[0].dtype}, queries {str(queries).removeprefix('torch.')}"
+    return f"C++ kernels, {cpu.current_isa()}, {types}\n" + frame.to_string(
         index=False, na_rep="", float_format="{:.4g}".format
     )
 
@@ -368,6 +377,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--queries", choices=DTYPES, help="type of queries (default: the cache's)")
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-sizes", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8])
@@ -417,10 +427,10 @@ def main() -> None:
     console = Console()
     for threads in dict.fromkeys(args.threads):
         torch.set_num_threads(threads)
-        peaks[threads] = matrix_rate(DTYPES[args.dtype])
+        peaks[threads] = matrix_rate(query_dtype(args))
         for job in track(jobs, f"{threads} thread(s)", console=console, transient=True):
             rows += job()
-    print(table(rows))
+    print(table(rows, query_dtype(args)))
     if args.roofline:
         draw_roofline(rows, peaks, args.roofline)
     if args.csv:

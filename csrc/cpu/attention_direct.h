@@ -5,11 +5,12 @@
 
 namespace {
 
-// Rows that are processed together: as many as the registers hold.
+// Rows whose sums the registers hold. With more, up to 8, a step's keys are used twice, the second
+// time from the caches.
 #if defined(__AVX512F__)
-constexpr int kDirectRows = 8;
+constexpr int kRowsAtOnce = 8;
 #else
-constexpr int kDirectRows = 4;
+constexpr int kRowsAtOnce = 4;
 #endif
 
 // scores[R][kDirectMost] of R rows: vectors of W keys. `queries` holds each group of four units of
@@ -191,7 +192,9 @@ template <class Mode, int R>
 void attention_direct(const PyrAttention& p, const AttentionItem& item, const AttentionItem* then,
                       const Sight& sight, const AttentionScratch& s) {
   using T = typename Mode::Element;
+  constexpr int kFirst = R <= kRowsAtOnce ? R : (R + 1) / 2, kRest = R - kFirst;
   const int D = int(p.D), units = D / Mode::Step;
+  float* const rest = s.queries + units / 4 * kFirst * W;  // of the other rows
   float unit_row[kMaxHeadSize];
   for (int r = 0; r < R; ++r) {
     const int row = item.row0 + r;
@@ -199,8 +202,9 @@ void attention_direct(const PyrAttention& p, const AttentionItem& item, const At
     pack_query<Mode>(unit_row, p.query,
                      (sight.query0 + row / sight.heads) * p.query_t + head * p.query_h,
                      p.query_dtype, D);
-    for (int u = 0; u < units; u += 4)
-      v_store(s.queries + (u / 4 * R + r) * W, v_load_group(unit_row + u));
+    float* to = r < kFirst ? s.queries + r * W : rest + (r - kFirst) * W;
+    for (int u = 0; u < units; u += 4, to += (r < kFirst ? kFirst : kRest) * W)
+      v_store(to, v_load_group(unit_row + u));
   }
   DirectState state;
   for (float& max : state.max) max = -INFINITY;
@@ -214,12 +218,19 @@ void attention_direct(const PyrAttention& p, const AttentionItem& item, const At
     const TileRows<T, kDirectMost>& tile = tiles[turn];
     const TileRows<T, kDirectMost>* next =
         rows_after(p, item, then, begin, keys, &tiles[turn ^ 1]);
-    direct_scores<Mode, R>(s.scores, s.queries, units, tile.key, vectors,
-                           next ? next->key : nullptr);
+    direct_scores<Mode, kFirst>(s.scores, s.queries, units, tile.key, vectors,
+                                next ? next->key : nullptr);
+    if constexpr (kRest > 0)
+      direct_scores<Mode, kRest>(s.scores + kFirst * kDirectMost, rest, units, tile.key, vectors,
+                                 nullptr);
     direct_softmax<Mode, R>(p, item, sight, begin, keys, vectors, s.scores, s.probabilities,
                             &state);
-    direct_values<Mode, R>(s.rows.sum, D, s.probabilities, tile.value, keys, state.correction,
-                           next ? next->value : nullptr);
+    direct_values<Mode, kFirst>(s.rows.sum, D, s.probabilities, tile.value, keys, state.correction,
+                                next ? next->value : nullptr);
+    if constexpr (kRest > 0)
+      direct_values<Mode, kRest>(s.rows.sum + kFirst * D, D,
+                                 s.probabilities + kFirst * (kDirectMost / Mode::Step), tile.value,
+                                 keys, state.correction + kFirst, nullptr);
   }
   for (int r = 0; r < R; ++r) {
     Mode::in_order(s.rows.sum + r * D, D);
@@ -237,11 +248,8 @@ PYR_INLINE bool try_direct(const PyrAttention& p, const AttentionItem& item,
   switch (item.rows) {
 #define PYR_DIRECT(R)                                                                       \
   case R:                                                                                   \
-    if constexpr (R <= kDirectRows) {                                                       \
-      attention_direct<Mode, R>(p, item, then, sight, s);                                   \
-      return true;                                                                          \
-    }                                                                                       \
-    return false;
+    attention_direct<Mode, R>(p, item, then, sight, s);                                     \
+    return true;
     PYR_DIRECT(1)
     PYR_DIRECT(2)
     PYR_DIRECT(3)

@@ -34,12 +34,12 @@ size_t key_mass_scratch(const PyrAttention& p) {
          carved(kMassRows * kMassKeys) + 2 * carved(kMassRows);
 }
 
-// Whether K is used in place, as attention does in decoding: for one query with few rows. The number
+// Whether K is used in place: for one query with as many rows as the registers hold. The number
 // of queries decides, not only that of rows: chunks of a prompt with more than one query then give
 // the same bits whatever their size.
 template <class Mode>
 PYR_INLINE bool mass_direct(const PyrAttention& p, const AttentionItem& item, const Sight& sight) {
-  return sight.queries == 1 && item.rows <= kDirectRows && p.D % (Mode::Step * W) == 0;
+  return sight.queries == 1 && item.rows <= kRowsAtOnce && p.D % (Mode::Step * W) == 0;
 }
 
 // Instantiates direct_scores once for each number of rows, not once for each caller.
@@ -50,7 +50,7 @@ void mass_scores_of(float* scores, const float* queries, int units,
   direct_scores<Mode, R>(scores, queries, units, keys, vectors, next);
 }
 
-// As above, for 1 .. kDirectRows rows.
+// As above, for 1 .. kRowsAtOnce rows.
 template <class Mode>
 PYR_INLINE void mass_scores(int rows, float* scores, const float* queries, int units,
                             const typename Mode::Element* const* keys, int vectors,
@@ -58,7 +58,7 @@ PYR_INLINE void mass_scores(int rows, float* scores, const float* queries, int u
   switch (rows) {
 #define PYR_MASS(R)                                                         \
   case R:                                                                   \
-    if constexpr (R <= kDirectRows)                                         \
+    if constexpr (R <= kRowsAtOnce)                                         \
       mass_scores_of<Mode, R>(scores, queries, units, keys, vectors, next); \
     break;
     PYR_MASS(1)
