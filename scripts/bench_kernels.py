@@ -126,7 +126,7 @@ def bench_decode(
     threads, softmax = torch.get_num_threads(), Softmax(0.1)
 
     def sdpa(cache: torch.Tensor) -> None:
-        # The cache's memory taken for gathered K and V: in order.
+        # The memory of a cache, in the queries' type, taken for gathered K and V.
         key, value = cache.view(2, requests, args.kv_heads, context, head_size)
         F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=group > 1)
 
@@ -153,7 +153,7 @@ def bench_decode(
             masses.append(timed(cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
             theirs_sdpa.append(timed(sdpa, gathered[(turn + 1) % copies]))
     mine, theirs = statistics.median(ours), statistics.median(plain)
-    common = (threads, args.dtype, head_size, group, requests, context, used / 1e6)
+    common = (threads, types(args), head_size, group, requests, context, used / 1e6)
     decode = Row(
         *("decode ragged" if uneven else "decode", *common, "GB/s"),
         *(used / mine / 1e9, used / theirs / 1e9, 100 * theirs / mine),
@@ -212,7 +212,7 @@ def bench_select(
         )
     parts = [1e3 * statistics.median(times) for times in (scoring, choosing, reading)]
     mine, theirs = sum(parts), statistics.median(dense) * 1e3
-    shape_of = (torch.get_num_threads(), args.dtype, head_size, group, requests, context)
+    shape_of = (torch.get_num_threads(), types(args), head_size, group, requests, context)
     common = (*shape_of, used / 1e6, "ms")
     return [
         Row(f"select {args.select:g} % / dense", *common, mine, theirs, 100 * theirs / mine),
@@ -256,12 +256,18 @@ def bench_shared(
         ours.append(timed(cpu.shared_attention, out, batches[turn % copies], softmax))
         alone.append(timed(cpu.paged_attention, out, other, softmax))
     mine, theirs = statistics.median(ours) * 1e3, statistics.median(alone) * 1e3
-    common = (torch.get_num_threads(), args.dtype, head_size, group, requests, prefix, used / 1e6)
+    common = (torch.get_num_threads(), types(args), head_size, group, requests, prefix, used / 1e6)
     return [Row("shared / each by itself", *common, "ms", mine, theirs, 100 * mine / theirs)]
 
 
 def query_dtype(args: argparse.Namespace) -> torch.dtype:
     return DTYPES[args.queries or args.dtype]
+
+
+def types(args: argparse.Namespace) -> str:
+    """Return what a row says of types: the cache's, and the queries' where it is another."""
+    same = args.queries in (None, args.dtype)
+    return str(args.dtype) if same else f"{args.queries} over {args.dtype}"
 
 
 def eight_bits(args: argparse.Namespace) -> tuple[torch.dtype, ...]:
@@ -320,7 +326,7 @@ def bench_prompt(args: argparse.Namespace, head_size: int, group: int, context: 
         times["evict"].append(timed(evict))
     mine, theirs, eviction, write = (statistics.median(times[name]) * 1e3 for name in times)
     size = 2 * context * args.kv_heads * head_size * dtype.itemsize / 1e6
-    common = (torch.get_num_threads(), args.dtype, head_size, group, 1, context, size, "ms")
+    common = (torch.get_num_threads(), types(args), head_size, group, 1, context, size, "ms")
     return [
         Row(
             *("prefill / SDPA", *common, mine, theirs, 100 * theirs / mine),
@@ -364,11 +370,10 @@ def draw_roofline(rows: list[Row], peaks: dict[int, float], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def table(rows: list[Row], queries: torch.dtype) -> str:
+def table(rows: list[Row]) -> str:
     """Return the rows as text."""
     frame = pd.DataFrame(map(asdict, rows)).drop(columns=["dtype", "gflop"])
-    types = f"{rows[0].dtype}, queries {str(queries).removeprefix('torch.')}"
-    return f"C++ kernels, {cpu.current_isa()}, {types}\n" + frame.to_string(
+    return f"C++ kernels, {cpu.current_isa()}, {rows[0].dtype}\n" + frame.to_string(
         index=False, na_rep="", float_format="{:.4g}".format
     )
 
@@ -430,7 +435,7 @@ def main() -> None:
         peaks[threads] = matrix_rate(query_dtype(args))
         for job in track(jobs, f"{threads} thread(s)", console=console, transient=True):
             rows += job()
-    print(table(rows, query_dtype(args)))
+    print(table(rows))
     if args.roofline:
         draw_roofline(rows, peaks, args.roofline)
     if args.csv:

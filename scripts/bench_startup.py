@@ -85,6 +85,7 @@ def serve(args: argparse.Namespace, variant: Variant, caches: Path) -> Start:
     command += ["--max-num-seqs", str(AT_ONCE), "--kv-cache-memory-bytes", str(256 << 20)]
     command += [] if variant.compiled else ["--enforce-eager"]
     command += [] if variant.policy is None else ["--kv-policy", variant.policy]
+    command += ["--dtype", args.dtype] if args.dtype else []
     own = {"VLLM_CACHE_ROOT": str(caches), "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1"}
     own |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     own |= {"VLLM_PLUGINS": ""} if variant.policy is None else {}
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=model_path())
     parser.add_argument("--policies", nargs="+", default=[STOCK, "full", "auto"])
     parser.add_argument("--compiled", action="store_true", help="also without --enforce-eager")
+    parser.add_argument("--dtype", help="of all servers (default: each its own)")
     parser.add_argument("--warm", type=int, default=1, help="warm starts of each variant")
     parser.add_argument("--imports", metavar="POLICY", help="a policy, or stock")
     args = parser.parse_args()
