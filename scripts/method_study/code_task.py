@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task of the study alone: go on with a module of Python's own library, given its beginning."""
+"""Tasks of the study alone: go on with source code, of Python's own library or of this project."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+import vllm_pyramid
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.task import GeneratedTask, Sample, seed_of
 
@@ -21,6 +22,14 @@ def _modules() -> list[str]:
     """Return the sources of the standard library's modules, by their names."""
     found = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return [path.read_text(encoding="utf-8") for path in found]
+
+
+@cache
+def _files() -> list[str]:
+    """Return the sources of this project's package, each behind a line with its path."""
+    folder = Path(vllm_pyramid.__file__).parent
+    found = sorted((path.relative_to(folder.parent), path) for path in folder.rglob("*.py"))
+    return [f"# {name.as_posix()}\n{path.read_text(encoding='utf-8')}" for name, path in found]
 
 
 class Code(GeneratedTask):
@@ -59,3 +68,22 @@ class Code(GeneratedTask):
             answer = tokens.first(prompt + behind, len(ids) + _CONTINUATION)[place:]
             return Sample(prompt, (answer,), 0)
         return None
+
+
+class Repository(Code):
+    """Files of this project, one behind the other in an order of each sample's own.
+
+    The last of them ends in the middle of a line, and what follows is given. The prompts are those
+    of a version of this project.
+    """
+
+    name = "repository"
+    summary = "source files of this project, the last of them continued"
+
+    def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
+        """Return files of about `length` tokens."""
+        files = rng.sample(_files(), len(_files()))
+        found = self._cut(tokens, "\n\n".join(files), length)
+        if found is None:
+            raise ValueError(f"this project's sources have less than {length} tokens")
+        return found

@@ -208,7 +208,9 @@ class Method:
             measured = policy.allocator.measures(
                 evidence, plan.mean, plan.capacity, sinks, plan.min_mean
             )
-            lengths = policy.allocator.allocate(measured.double().numpy(), plan.mean, plan.capacity)
+            lengths = policy.allocator.allocate(
+                measured.double().cpu().numpy(), plan.mean, plan.capacity
+            )
             plan = plan.resolved((plan.floor + lengths).tolist())
         held = tokens - plan.end.skip
         for layer, keep in zip(scores, held, strict=True):

@@ -66,6 +66,22 @@ class Recorded:
         return self.layers[0].keys.shape[1]
 
 
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Return the attention of `[M, H, n, D]` queries to `[M, G, L, D]` keys and values."""
+    if q.is_cuda:  # its kernel for float32 knows no groups; without it all logits are made at once
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=not q.is_cuda
+    )
+
+
 @dataclass(frozen=True)
 class Step:
     """What one layer attends with: `[H, n, D]` queries, `[G, n, D]` keys and values, the scale."""
@@ -90,9 +106,7 @@ class Step:
             seen = torch.ones(n, old, dtype=torch.bool)
         mask = torch.cat([seen, own.expand(*seen.shape[:-2], n, n)], dim=-1)
         both = torch.cat([keys, self.k], dim=1), torch.cat([values, self.v], dim=1)
-        return F.scaled_dot_product_attention(
-            self.q[None], *(x[None] for x in both), mask, scale=self.scale, enable_gqa=True
-        )[0]
+        return attention(self.q[None], *(x[None] for x in both), self.scale, mask)[0]
 
 
 class Way(Protocol):
@@ -140,7 +154,7 @@ def way_of(kept: Kept | None) -> Way:
 
 
 class Model:
-    """The model of a Transformers folder.
+    """The model of a Transformers folder, on PyTorch's default device.
 
     Attributes:
         layers: those with full attention. heads: H. kv_heads: G. size: D. scale: of the logits.
@@ -152,9 +166,11 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         AttentionInterface.register(_NAME, _attention)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, attn_implementation=_NAME, local_files_only=True
-        ).eval()
+        with torch.device("cpu"):
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=torch.float32, attn_implementation=_NAME, local_files_only=True
+            )
+        self.model = model.eval().to(torch.get_default_device())
         config = self.model.config
         own = [getattr(layer, "self_attn", None) for layer in self.model.model.layers]
         if None in own or getattr(config, "attn_logit_softcapping", None) is not None:
@@ -218,9 +234,7 @@ class Model:
                 recorded.sliding[index] = LayerCache(q[0, :, :0], k[0, :, last], v[0, :, last])
                 return sliding(q, k, v, scale, window)
             recorded.layers.append(LayerCache(q[0].transpose(0, 1), k[0], v[0]))
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
-            )
+            return attention(q, k, v, scale, is_causal=True)
 
         logits = self.run(torch.tensor([ids]), 0, step, keep=1)
         return recorded, logits[0, -1]
@@ -263,9 +277,7 @@ class Model:
             else:
                 cache = grown.layers[self._place[index]].with_more(k[0], v[0])
                 grown.layers[self._place[index]] = cache
-            return F.scaled_dot_product_attention(
-                q, cache.keys[None], cache.values[None], scale=scale, enable_gqa=True
-            )
+            return attention(q, cache.keys[None], cache.values[None], scale)
 
         while len(found) < count:
             first = recorded.tokens + len(found) - 1
@@ -301,14 +313,6 @@ def sliding(
         gap = torch.arange(before + start, before + end)[:, None] - torch.arange(
             keys.start, keys.stop
         )
-        found.append(
-            F.scaled_dot_product_attention(
-                q[:, :, start:end],
-                k[:, :, keys],
-                v[:, :, keys],
-                (gap >= 0) & (gap < window),
-                scale=scale,
-                enable_gqa=True,
-            )
-        )
+        seen = (gap >= 0) & (gap < window)
+        found.append(attention(q[:, :, start:end], k[:, :, keys], v[:, :, keys], scale, seen))
     return torch.cat(found, dim=2)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from code_task import Code
+from code_task import Code, Repository
 from instruction_task import Instructions
 
 from vllm_pyramid.tools.eval.registry import load_task as load_packaged
 from vllm_pyramid.tools.eval.task import GeneratedTask, Task
 
-OWN: dict[str, type[GeneratedTask]] = {task.name: task for task in (Code, Instructions)}
+OWN: dict[str, type[GeneratedTask]] = {task.name: task for task in (Code, Repository, Instructions)}
 
 
 def load_task(name: str) -> Task:

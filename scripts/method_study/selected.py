@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from model import Kept, LayerCache, Step
+from model import Kept, LayerCache, Step, attention
 
 from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.plan import IntArray
@@ -40,9 +40,7 @@ class Selected:
             keys, values = keys[heads, rows], values[heads, rows]
         keys, values = torch.cat([keys, step.k], dim=1), torch.cat([values, step.v], dim=1)
         seen = self._seen(step, keys).repeat_interleave(len(step.q) // len(keys), dim=0)
-        return F.scaled_dot_product_attention(
-            step.q[None], keys[None], values[None], seen[None], scale=step.scale, enable_gqa=True
-        )[0]
+        return attention(step.q[None], keys[None], values[None], step.scale, seen[None])[0]
 
     def _seen(self, step: Step, keys: torch.Tensor) -> torch.Tensor:
         """Return which tokens each query reads, `[G, n, L + n]` bool."""

@@ -51,8 +51,9 @@ class HeadProbes:
             return self._repeated
         if probe == "mean attention":
             return self._mean
-        seed = torch.Generator().manual_seed(zlib.crc32(repr(ids).encode()))
-        return torch.rand(self.model.layers, self.model.kv_heads, generator=seed)
+        seed = torch.Generator("cpu").manual_seed(zlib.crc32(repr(ids).encode()))
+        shape = self.model.layers, self.model.kv_heads
+        return torch.rand(shape, generator=seed, device=seed.device)
 
     @cached_property
     def _repeated(self) -> torch.Tensor:

@@ -149,13 +149,14 @@ def run(
     ] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
     samples: Annotated[int, typer.Option(help="prompts of a task at most")] = sys.maxsize,
+    device: Annotated[str, typer.Option(help="of the studies: cpu or cuda")] = "cpu",
 ) -> None:
     """Measure what is not there yet."""
     chosen = read_tables(tables, names or [])
     folder = _model_folder(model)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
-    if left := _run_studies(chosen, out, methods, folder, deadline, samples):
+    if left := _run_studies(chosen, out, methods, folder, deadline, samples, device):
         console.print(f"stopped: {left} prompts are left; the same command goes on")
         raise typer.Exit(1)
     for name, table in chosen.items():
@@ -183,6 +184,7 @@ def _run_studies(
     folder: Path,
     deadline: float,
     samples: int,
+    device: str,
 ) -> int:
     """Measure the studies' prompts in turns, and return how many the deadline left."""
     import torch
@@ -213,6 +215,7 @@ def _run_studies(
     if not places:
         return 0
     torch.set_grad_enabled(False)
+    torch.set_default_device(device)
     study = Study(Model(folder), load_tokens(folder), folder.name)
     try:
         study.read(out / "study.csv")
@@ -232,10 +235,13 @@ def _run_studies(
         for done, (place, missing) in enumerate(todo.items()):
             if time.monotonic() > deadline:
                 return len(todo) - done
-            begun = time.process_time()
+            begun = time.process_time(), time.monotonic()
             study.measure(place, missing, file, place in with_gates)
-            spent = time.process_time() - begun
-            console.print(f"{done + 1} of {len(todo)}: {place}, {spent:.1f} s of processor time")
+            spent, passed = time.process_time() - begun[0], time.monotonic() - begun[1]
+            console.print(
+                f"{done + 1} of {len(todo)}: {place}, {spent:.1f} s of processor time in "
+                f"{passed:.1f} s"
+            )
     return 0
 
 

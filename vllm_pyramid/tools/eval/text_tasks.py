@@ -22,6 +22,7 @@ __all__ = ["NUMBER_TOKENS", "TASKS"]
 
 # A number can take a token a digit, and there are a space and a full stop around it.
 NUMBER_TOKENS = DIGITS + 4
+_SEAM = 2  # tokens that two texts may have more as one than apart
 _NAME_TOKENS = 12  # a made-up name can take a token for every one or two letters
 # In ninths of the text; in this order, so that few samples too are spread over it.
 _DEPTHS = (0, 9, 4, 7, 2, 5, 1, 8, 3, 6)
@@ -105,12 +106,14 @@ class FewShot(GeneratedTask):
                 f"{length} tokens are too few for the task {self.name!r}: its first examples "
                 f"take {least}"
             )
+        most = least  # tokens of `text + ending` at most: counted anew where they might be too many
         while True:
             subject = rng.choice(subjects)
-            longer = phrases.example(subject, next(words), label_of[subject]) + text
-            if tokens.count(longer + ending) > length:
+            more = phrases.example(subject, next(words), label_of[subject])
+            most += tokens.count(more) + _SEAM
+            if most > length and (most := tokens.count(more + text + ending)) > length:
                 return Sample(text + ending, (label_of[wanted],), _NAME_TOKENS)
-            text = longer
+            text = more + text
 
 
 def _fragments(tokens: Tokens, rng: random.Random, length: int) -> Iterator[str]:
