@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,23 @@ def test_a_gguf_file_of_the_users_own(
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers 5.17 makes a Unigram model of Gemma's, and the model is worse with it."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    real_model("smollm2")
+    unigram = SimpleNamespace(backend_tokenizer=Tokenizer(models.Unigram([("a", 0.0)])))
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: unigram, raising=True
+    )
+    with pytest.raises(ValueError, match="as a Unigram model, and would split texts otherwise"):
+        model_folder("smollm2", tmp_path / "model")
+    assert not any(tmp_path.iterdir()), "nothing half-made is left"
 
 
 def test_a_wrong_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

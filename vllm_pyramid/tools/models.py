@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # What a finished folder has.
 _WRITTEN = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _CONTROL = 3  # GGUF's type of tokens that no text makes
+_MERGING = ("llama", "gpt2")  # GGUF's kinds of tokenizers that merge pairs of tokens
 
 
 class MissingModelError(ValueError):
@@ -205,6 +206,7 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    tokenizer = _tokenizer(source)
     config, weights = _read(source)
     # The file has float32, where the model's own configuration has the decimal number.
     config.rms_norm_eps = round(config.rms_norm_eps, 9)
@@ -213,7 +215,8 @@ def _convert(source: Path, folder: Path) -> None:
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
-    _tokenizer(source, config.max_position_embeddings).save_pretrained(folder)
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
 
 
 def _facts(source: Path) -> dict[str, Any]:
@@ -221,7 +224,7 @@ def _facts(source: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     fields = GGUFReader(source).fields
-    names = ("pre", "add_bos_token", "tokens", "token_type")
+    names = ("model", "pre", "add_bos_token", "tokens", "token_type")
     found = {name: fields.get(f"tokenizer.ggml.{name}") for name in names}
     return {name: field.contents() for name, field in found.items() if field is not None}
 
@@ -250,21 +253,27 @@ def _read(source: Path) -> tuple[PretrainedConfig, dict[str, torch.Tensor]]:
     return config, model.state_dict()
 
 
-def _tokenizer(source: Path, longest: int) -> PreTrainedTokenizerFast:
+def _tokenizer(source: Path) -> PreTrainedTokenizerFast:
     """Return the file's tokenizer, with what Transformers' reader leaves out.
 
     It splits digits for SmolLM's kind, puts the first token before a text if the file says so, and
     knows every control token.
 
-    Args:
-        longest: tokens of the longest text.
+    Raises:
+        ValueError: Transformers reads a tokenizer of another kind than the file has.
     """
-    from tokenizers import AddedToken, pre_tokenizers, processors
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
+    from tokenizers import AddedToken, models, pre_tokenizers, processors
 
     facts = _facts(source)
-    read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    read = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     backend = read.backend_tokenizer
+    if facts.get("model") in _MERGING and isinstance(backend.model, models.Unigram):
+        raise ValueError(
+            f"Transformers {transformers.__version__} reads the tokenizer of {source.name}, which "
+            "merges pairs of tokens, as a Unigram model, and would split texts otherwise: install "
+            "a newer one (pip install -U transformers); 5.19 reads it as it is"
+        )
     if facts.get("pre") == "smollm":
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -282,10 +291,9 @@ def _tokenizer(source: Path, longest: int) -> PreTrainedTokenizerFast:
             pair=f"{bos} $A $B",
             special_tokens=[(bos, read.bos_token_id)],
         )
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        model_max_length=longest,
         **read.special_tokens_map,
     )
     tokenizer.chat_template = read.chat_template
