@@ -215,7 +215,12 @@ def _run_studies(
     if not places:
         return 0
     torch.set_grad_enabled(False)
-    torch.set_default_device(device)
+    try:
+        torch.set_default_device(device)
+        torch.zeros(1)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"--device {device}: {reason}") from None
     study = Study(Model(folder), load_tokens(folder), folder.name)
     try:
         study.read(out / "study.csv")

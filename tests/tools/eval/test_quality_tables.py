@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import yaml
 
 from vllm_pyramid.tools.cli import _build_parser
 from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.eval.haystack import load_tokens
 from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.variants import parse_variants
 
@@ -208,6 +210,31 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     done = command(tmp_path, tables={"small": SMALL["small"] | {"study": spec}})
     assert done.returncode == 2
     assert "no method ['snapkw']" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
+    done = command(tmp_path, "--device", device)
+    assert done.returncode == 2
+    assert f"--device {device}: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_files_of_this_project_are_continued(modules: dict[str, ModuleType]) -> None:
+    """Several to a prompt, in an order of its own; the answer is what follows in the last one."""
+    tokens = load_tokens(model_path())
+    task = modules["own_tasks"].load_task("repository")
+    samples = [task.numbered(tokens, 3000, index, 5) for index in (0, 1, 0)]
+    assert samples[0] == samples[2] and samples[0].prompt != samples[1].prompt
+    for sample in samples[:2]:
+        assert 2900 < tokens.count(sample.prompt) <= 3000
+        assert tokens.count(sample.prompt + sample.answers[0]) <= tokens.count(sample.prompt) + 48
+        *_, last = re.split(r"^# vllm_pyramid/.*\.py$", sample.prompt, flags=re.MULTILINE)
+        (path,) = re.findall(r"^# (vllm_pyramid/.*\.py)$", sample.prompt, flags=re.MULTILINE)[-1:]
+        file = (FOLDER.parents[1] / path).read_text(encoding="utf-8")
+        assert f"\n{file}\n".startswith(f"{last}{sample.answers[0]}")
+    with pytest.raises(ValueError, match="have less than 3000000 tokens"):
+        task.numbered(tokens, 3_000_000, 0, 5)
 
 
 def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) -> None:

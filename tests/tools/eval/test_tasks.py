@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from vllm_pyramid.tools.eval import text_tasks
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import DIGITS, is_held_out, make_names, make_numbers
 from vllm_pyramid.tools.eval.registry import GENERATED, load_task
@@ -132,6 +133,16 @@ def test_no_sentence_comes_twice_while_the_documents_have_more(tokens: Tokens) -
     for sample in few_shot:
         texts = re.findall(r"Text: (.*)", sample.prompt)
         assert len(set(texts)) == len(texts) > 40
+
+
+def test_few_shot_prompts_are_as_long_as_they_can_be(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the prompts that come of counting all tokens behind each example."""
+    found = load_task("few-shot").samples(tokens, 1500, 3, seed=4)
+    monkeypatch.setattr(text_tasks, "_SEAM", 1500)
+    assert load_task("few-shot").samples(tokens, 1500, 3, seed=4) == found
+    assert all(1400 < tokens.count(sample.prompt) <= 1500 for sample in found)
 
 
 def test_a_wrong_number_that_begins_alike_is_wrong(tokens: Tokens) -> None:
