@@ -12,7 +12,7 @@ import pandas as pd
 DRAWS = 2000
 RIGHT = (
     *("needle", "multi-key", "few-shot", "second-turn", "third-turn", "conversation"),
-    "instructions",
+    *("quote", "instructions"),
 )
 PROMPT = ["task", "length", "seed", "index"]
 Floats = npt.NDArray[np.float64]
