@@ -366,6 +366,8 @@ def test_what_stays_of_every_chat(random_model: Path, tmp_path: Path) -> None:
             ask(chat, vllm_pyramid_keep=[0, 4])
         complete = client.completions.create(prompt=TEXT, **arguments)
         assert "kv_keep" not in complete.kv_transfer_params
+    log = (tmp_path / "server.log").read_text()
+    assert "Chat template warmup failed" not in log and "Traceback" not in log
 
 
 def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learn which tokens of a chat its template has written, where vLLM renders it.
 
-Target: HfRenderer.__init__, .render_messages, .render_messages_async, ._wants_offsets,
+Target: HfRenderer.__init__, .warmup, .render_messages, .render_messages_async, ._wants_offsets,
 ._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout;
 renderers.hf.safe_apply_chat_template; tokenizer_args_from_config. Why: a rendered prompt does not
 say where its messages are. Remove when renderers return the spans of messages.
@@ -9,6 +9,7 @@ say where its messages are. Remove when renderers return the spans of messages.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -73,6 +74,7 @@ def install(spans: ChatSpans) -> None:
     init, wants_offsets = HfRenderer.__init__, HfRenderer._wants_offsets
     render, render_async = HfRenderer.render_messages, HfRenderer.render_messages_async
     process, process_async = HfRenderer._process_tokens, HfRenderer._process_tokens_async
+    warmup = HfRenderer.warmup
 
     def new_init(self: Any, config: Any, tokenizer: Any) -> None:
         init(self, config, tokenizer)
@@ -81,6 +83,13 @@ def install(spans: ChatSpans) -> None:
                 "--kv-keep needs a fast tokenizer, which says where its tokens are in the text, "
                 "and this model's is none: leave the flag out"
             )
+
+    @functools.wraps(warmup)
+    def new_warmup(self: Any, chat_params: Any) -> None:
+        if spans.wanted(self.config):  # as text, like requests: by default it makes tokens
+            own = {"tokenize": False, **chat_params.chat_template_kwargs}
+            chat_params = dataclasses.replace(chat_params, chat_template_kwargs=own)
+        warmup(self, chat_params)
 
     def text_of(prompt: Any) -> str:
         """Return the text of a prompt."""
@@ -150,6 +159,7 @@ def install(spans: ChatSpans) -> None:
 
     new: dict[str, Any] = {
         "__init__": new_init,
+        "warmup": new_warmup,
         "render_messages": render_messages,
         "render_messages_async": render_messages_async,
         "_wants_offsets": new_wants_offsets,
