@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 import sysconfig
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def _files() -> list[str]:
     folder = Path(vllm_pyramid.__file__).parent
     found = sorted((path.relative_to(folder.parent), path) for path in folder.rglob("*.py"))
     return [f"# {name.as_posix()}\n{path.read_text(encoding='utf-8')}" for name, path in found]
+
+
+def sources_of_this_project() -> str:
+    """Return a short name of the version of this project's files that `repository` is made of."""
+    return f"{zlib.crc32(''.join(_files()).encode()):08x}"
 
 
 class Code(GeneratedTask):
@@ -85,5 +91,7 @@ class Repository(Code):
         files = rng.sample(_files(), len(_files()))
         found = self._cut(tokens, "\n\n".join(files), length)
         if found is None:
-            raise ValueError(f"this project's sources have less than {length} tokens")
+            raise ValueError(
+                f"this project's sources have fewer than {length} tokens, or no place to cut them"
+            )
         return found

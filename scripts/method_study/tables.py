@@ -188,6 +188,7 @@ def _run_studies(
 ) -> int:
     """Measure the studies' prompts in turns, and return how many the deadline left."""
     import torch
+    from code_task import Repository
     from gates import Gates
     from methods import Method, load_methods
     from model import Model
@@ -223,6 +224,8 @@ def _run_studies(
         raise typer.BadParameter(f"--device {device}: {reason}") from None
     study = Study(Model(folder), load_tokens(folder), folder.name)
     try:
+        if any(place.task == Repository.name for place in places):
+            _check_sources(out)
         study.read(out / "study.csv")
         if with_gates:
             study.gates = Gates(out, known["streaming-llm"], known["snapkv-expected"])
@@ -248,6 +251,23 @@ def _run_studies(
                 f"{passed:.1f} s"
             )
     return 0
+
+
+def _check_sources(out: Path) -> None:
+    """Keep the version of this project's files in the folder, which prompts are made of.
+
+    Raises:
+        ValueError: the folder has another.
+    """
+    from code_task import sources_of_this_project
+
+    kept, own = out / "repository.txt", sources_of_this_project()
+    if kept.exists() and kept.read_text() != own:
+        raise ValueError(
+            f"{out} has prompts over other files of this project ({kept.read_text()}, and here are "
+            f"{own}): go on in the checkout that they are of, or take another folder"
+        )
+    kept.write_text(own)
 
 
 def _run_engine(

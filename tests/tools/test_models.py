@@ -152,6 +152,8 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(
     import transformers
     from tokenizers import Tokenizer, models
 
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
     real_model("smollm2")
     unigram = SimpleNamespace(backend_tokenizer=Tokenizer(models.Unigram([("a", 0.0)])))
     monkeypatch.setattr(
@@ -160,6 +162,18 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(
     with pytest.raises(ValueError, match="as a Unigram model, and would split texts otherwise"):
         model_folder("smollm2", tmp_path / "model")
     assert not any(tmp_path.iterdir()), "nothing half-made is left"
+
+
+def test_a_folder_of_such_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert model_folder("smollm2", tmp_path) == tmp_path
+    (tmp_path / "tokenizer.json").unlink()
+    Tokenizer(models.Unigram([("a", 0.0)])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="delete the folder and run `vllm-pyramid model smollm2`"):
+        model_folder("smollm2", tmp_path)
 
 
 def test_a_wrong_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ input_processor
     Why: a wrong request must be answered with status 400. Remove when plugins can validate
     requests.
 chat_renderer
-    Target: HfRenderer.__init__, .render_messages, .render_messages_async, ._wants_offsets,
+    Target: HfRenderer.__init__, .warmup, .render_messages, .render_messages_async, ._wants_offsets,
     ._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout.
     Why: find the tokens that a chat's template has written (--kv-keep). Remove when renderers
     return the spans of messages.

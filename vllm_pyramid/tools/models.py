@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _WRITTEN = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _CONTROL = 3  # GGUF's type of tokens that no text makes
 _MERGING = ("llama", "gpt2")  # GGUF's kinds of tokenizers that merge pairs of tokens
+_UNIGRAM = b'"type": "Unigram"'  # as a folder's tokenizer.json says it
 
 
 class MissingModelError(ValueError):
@@ -92,13 +93,20 @@ def model_folder(name: str, folder: Path | None = None) -> Path:
 
     Raises:
         MissingModelError: the distributions, or the libraries that read them, are not installed.
-        ValueError: the folder holds something else.
+        ValueError: the folder holds something else, or a tokenizer that was read wrongly;
+            Transformers reads the file otherwise than it is.
         OSError: the folder cannot be written.
     """
     model = MODELS[name]
     folder = (folder or default_folder(model.folder)).expanduser().absolute()
     if _is_free(folder):
         _write_folder(_parts_of(model), folder, model)
+    elif _UNIGRAM in (folder / "tokenizer.json").read_bytes():  # no model here has such a one
+        raise ValueError(
+            f"the tokenizer in {folder} was written with a Transformers that read it as a Unigram "
+            "model, and splits texts otherwise than the model's own: delete the folder and run "
+            f"`vllm-pyramid model {name}` with a newer one (5.19 and later)"
+        )
     return folder
 
 
@@ -111,8 +119,8 @@ def gguf_folder(file: Path, folder: Path | None = None) -> Path:
 
     Raises:
         MissingModelError: the libraries that read it are not installed.
-        ValueError: the file is no GGUF file, Transformers does not read its architecture, or the
-            folder holds something else.
+        ValueError: the file is no GGUF file, Transformers does not read its architecture or its
+            tokenizer as they are, or the folder holds something else.
         OSError: the file cannot be read, or the folder cannot be written.
     """
     with file.open("rb") as opened:
@@ -260,13 +268,17 @@ def _tokenizer(source: Path) -> PreTrainedTokenizerFast:
     knows every control token.
 
     Raises:
-        ValueError: Transformers reads a tokenizer of another kind than the file has.
+        ValueError: Transformers does not read it, or makes a Unigram model of one that merges
+            pairs of tokens.
     """
     import transformers
     from tokenizers import AddedToken, models, pre_tokenizers, processors
 
     facts = _facts(source)
-    read = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    try:
+        read = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    except (ValueError, NotImplementedError, KeyError) as error:
+        raise ValueError(f"Transformers cannot read {source.name}: {error}") from error
     backend = read.backend_tokenizer
     if facts.get("model") in _MERGING and isinstance(backend.model, models.Unigram):
         raise ValueError(

@@ -233,8 +233,22 @@ def test_files_of_this_project_are_continued(modules: dict[str, ModuleType]) -> 
         (path,) = re.findall(r"^# (vllm_pyramid/.*\.py)$", sample.prompt, flags=re.MULTILINE)[-1:]
         file = (FOLDER.parents[1] / path).read_text(encoding="utf-8")
         assert f"\n{file}\n".startswith(f"{last}{sample.answers[0]}")
-    with pytest.raises(ValueError, match="have less than 3000000 tokens"):
+    with pytest.raises(ValueError, match="have fewer than 3000000 tokens"):
         task.numbered(tokens, 3_000_000, 0, 5)
+
+
+def test_prompts_over_other_files_of_this_project_are_not_mixed(tmp_path: Path) -> None:
+    """The folder keeps the version of the files; the prompts of another have no row in it."""
+    spec = SMALL["small"]["study"] | {"lengths": [320], "tasks": ["repository"], "samples": 1}
+    tables = {"files": SMALL["small"] | {"study": spec}}
+    assert command(tmp_path, tables=tables).returncode == 0
+    kept, rows = tmp_path / "out" / "repository.txt", rows_of(tmp_path)
+    assert command(tmp_path, tables=tables).returncode == 0 and rows_of(tmp_path) == rows
+    kept.write_text("00000000")
+    done = command(tmp_path, tables=tables)
+    assert done.returncode == 2
+    assert "prompts over other files of this project (00000000" in done.stderr.replace("\n", " ")
+    assert rows_of(tmp_path) == rows
 
 
 def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) -> None:

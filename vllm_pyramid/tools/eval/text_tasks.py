@@ -22,7 +22,7 @@ __all__ = ["NUMBER_TOKENS", "TASKS"]
 
 # A number can take a token a digit, and there are a space and a full stop around it.
 NUMBER_TOKENS = DIGITS + 4
-_SEAM = 2  # tokens that two texts may have more as one than apart
+_SEAM = 2  # tokens that two texts may have more as one than apart; no tokenizer seen has any
 _NAME_TOKENS = 12  # a made-up name can take a token for every one or two letters
 # In ninths of the text; in this order, so that few samples too are spread over it.
 _DEPTHS = (0, 9, 4, 7, 2, 5, 1, 8, 3, 6)
