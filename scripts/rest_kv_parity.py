@@ -47,7 +47,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.output_factors import output_factors
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-BLOCK = 16
 ROUNDING = 1e-5  # of the largest score, and of the score of a token that another one ties with
 BUDGETS = (16, 64, 128)  # tokens kept before the window
 
@@ -139,7 +138,7 @@ def import_theirs(folder: Path) -> Any:
     if not file.is_file():
         raise SystemExit(f"{file} is missing: FOLDER must be a checkout of an-yongqi/rest-kv")
     package, caches = ModuleType("transformers"), ModuleType("transformers.cache_utils")
-    caches.Cache = object  # type: ignore[attr-defined]
+    vars(caches)["Cache"] = object
     spec = importlib.util.spec_from_file_location("restkv_utils", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -215,30 +214,13 @@ def run_theirs(theirs: Any, layer: Layer, scorer: OutputChangeScorer, window: in
 
 def run_ours(layer: Layer, scorer: OutputChangeScorer, window: int) -> torch.Tensor:
     """Return our scores of the tokens before the window, `[G, T - window]`."""
-    (tokens, heads, size), heads_kv = layer.queries.shape, len(layer.keys)
-    blocks = -(-tokens // BLOCK)
-    padded = torch.nn.functional.pad(
-        torch.stack([layer.keys, layer.values]), (0, 0, 0, blocks * BLOCK - tokens)
-    )
-    pages = padded.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
-    view = ScorerInputs(
-        num_tokens=tokens,
+    tokens, heads, size = layer.queries.shape
+    view = ScorerInputs.of_tensors(
+        layer.queries[-window:],
+        layer.keys,
+        layer.values,
         window=window,
         sinks=0,
-        num_query_heads=heads,
-        num_kv_heads=heads_kv,
-        head_size=size,
-        first_kv_head=0,
-        layer=0,
-        num_layers=1,
-        scale=size**-0.5,
-        soft_cap=0.0,
-        queries=layer.queries[-window:],
-        key_cache=pages[0],
-        value_cache=pages[1],
-        block_row=torch.arange(blocks, dtype=torch.int32),
-        last_position=tokens - 1,
-        prompt_len=tokens,
         output=output_factors(layer.output.unflatten(1, (heads, size)).transpose(0, 1)),
     )
     return scorer.score(view)[:, : tokens - window]

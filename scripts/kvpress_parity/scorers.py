@@ -33,7 +33,6 @@ from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 SHARES = (0.7, 0.5, 0.1)
-BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def compare(case: Case, layer_data: Layer) -> Iterator[str]:
     """What differs."""
     plain, keys, values = layer_data.plain, layer_data.keys, layer_data.values
     rotary = layer_data.rotary
-    (tokens, heads, size), heads_kv = plain.shape, len(keys)
+    tokens = len(plain)
     cos, sin = rotary.at(torch.arange(tokens))
     queries = rotary.turn(plain, cos[:, None], sin[:, None])
 
@@ -196,30 +195,13 @@ def compare(case: Case, layer_data: Layer) -> Iterator[str]:
 
     # kvpress leaves the queries of the sinks out of its means.
     looked_at = case.queries or tokens - case.sinks
-    blocks = -(-tokens // BLOCK)
-    padded = torch.nn.functional.pad(
-        torch.stack([keys, values]), (0, 0, 0, blocks * BLOCK - tokens)
-    )
-    pages = padded.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
     scorer = parse_component(Scorer, case.scorer)
-    view = ScorerInputs(
-        num_tokens=tokens,
+    view = ScorerInputs.of_tensors(
+        queries[-looked_at:],
+        keys,
+        values,
         window=looked_at,
         sinks=case.sinks,
-        num_query_heads=heads,
-        num_kv_heads=heads_kv,
-        head_size=size,
-        first_kv_head=0,
-        layer=0,
-        num_layers=1,
-        scale=size**-0.5,
-        soft_cap=0.0,
-        queries=queries[-looked_at:],
-        key_cache=pages[0],
-        value_cache=pages[1],
-        block_row=torch.arange(blocks, dtype=torch.int32),
-        last_position=tokens - 1,
-        prompt_len=tokens,
         rotary=rotary,
         knows_rotary=True,
         asks_ranks=scorer.asks_ranks,

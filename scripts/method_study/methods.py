@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import yaml
 from model import Kept, Model, Recorded, Way, way_of
 from selected import Selected
@@ -68,29 +67,16 @@ class Prompt:
 
     def view(self, layer: int, policy: Policy) -> ScorerInputs:
         """Return what a scorer of the project gets."""
-        cache, blocks = self.recorded.layers[layer], -(-self.tokens // BLOCK)
-        padded = F.pad(
-            torch.stack([cache.keys, cache.values]), (0, 0, 0, blocks * BLOCK - self.tokens)
-        )
-        pages = padded.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
-        return ScorerInputs(
-            num_tokens=self.tokens,
+        cache = self.recorded.layers[layer]
+        return ScorerInputs.of_tensors(
+            cache.queries[-max(policy.window, 1) :],
+            cache.keys,
+            cache.values,
             window=policy.window,
             sinks=policy.sinks,
-            num_query_heads=self.model.heads,
-            num_kv_heads=self.model.kv_heads,
-            head_size=self.model.size,
-            first_kv_head=0,
             layer=layer,
             num_layers=self.model.layers,
             scale=self.model.scale,
-            soft_cap=0.0,
-            queries=cache.queries[-max(policy.window, 1) :],
-            key_cache=pages[0],
-            value_cache=pages[1],
-            block_row=torch.arange(blocks, dtype=torch.int32),
-            last_position=self.tokens - 1,
-            prompt_len=self.tokens,
             rotary=self.model.rotary,
             knows_rotary=True,
             output=self.model.outputs[layer] if policy.scorer.needs_output else None,

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).parents[2]
 SHARES = (0.7, 0.5, 0.1)
-BLOCK = 16
 # Queries that a press looks at; None: all but those of the sinks, as kvpress's own code does.
 CASES: list[tuple[str, dict[str, Any], int | None]] = [
     ("CURPress", {}, 8),
@@ -68,33 +67,19 @@ def policy_of(press: str, settings: dict[str, Any], window: int = 64) -> Policy:
 
 
 def inputs_of(data: Any, window: int, scale: float = 1.0) -> ScorerInputs:
-    """The layer's prompt in pages, with the queries of the window; `scale` beside 1 / sqrt(D)."""
-    (tokens, heads, size), heads_kv = data.plain.shape, len(data.keys)
+    """The layer's prompt, with the queries of the window; `scale` beside 1 / sqrt(D)."""
+    tokens, _, size = data.plain.shape
     cos, sin = data.rotary.at(torch.arange(tokens))
     queries = data.rotary.turn(data.plain, cos[:, None], sin[:, None])
-    blocks = -(-tokens // BLOCK)
-    rows = torch.nn.functional.pad(
-        torch.stack([data.keys, data.values]), (0, 0, 0, blocks * BLOCK - tokens)
-    )
-    pages = rows.unflatten(2, (blocks, BLOCK)).transpose(1, 2)
-    return ScorerInputs(
-        num_tokens=tokens,
+    return ScorerInputs.of_tensors(
+        queries[-window:] / scale,
+        data.keys,
+        data.values,
         window=window,
         sinks=4,
-        num_query_heads=heads,
-        num_kv_heads=heads_kv,
-        head_size=size,
-        first_kv_head=0,
         layer=3,
         num_layers=8,
         scale=scale * size**-0.5,
-        soft_cap=0.0,
-        queries=queries[-window:] / scale,
-        key_cache=pages[0],
-        value_cache=pages[1],
-        block_row=torch.arange(blocks, dtype=torch.int32),
-        last_position=tokens - 1,
-        prompt_len=tokens,
         rotary=data.rotary,
         knows_rotary=True,
     )

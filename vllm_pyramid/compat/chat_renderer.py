@@ -87,7 +87,7 @@ def install(spans: ChatSpans) -> None:
     @functools.wraps(warmup)
     def new_warmup(self: Any, chat_params: Any) -> None:
         if spans.wanted(self.config):  # as text, like requests: by default it makes tokens
-            own = {"tokenize": False, **chat_params.chat_template_kwargs}
+            own = chat_params.chat_template_kwargs | {"tokenize": False}
             chat_params = dataclasses.replace(chat_params, chat_template_kwargs=own)
         warmup(self, chat_params)
 

@@ -98,24 +98,11 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
     if scorer.needs_output:
         output = torch.randn(num_heads, head_size, head_size, generator=source)
     count = max(policy.window, 1) if scorer.needs_queries else 1
-    return ScorerInputs(
-        num_tokens=tokens,
+    return ScorerInputs.of_tensors(
+        torch.randn(count, num_heads, head_size, generator=source),
+        *rows[:, 0],
         window=policy.window,
         sinks=policy.sinks,
-        num_query_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        first_kv_head=0,
-        layer=0,
-        num_layers=1,
-        scale=head_size**-0.5,
-        soft_cap=0.0,
-        queries=torch.randn(count, num_heads, head_size, generator=source),
-        key_cache=rows[0],
-        value_cache=rows[1],
-        block_row=torch.zeros(1, dtype=torch.int32),
-        last_position=tokens - 1,
-        prompt_len=tokens,
         rotary=Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1)),
         knows_rotary=scorer.needs_rotary,
         output=output,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -84,6 +84,42 @@ class ScorerInputs:
     ranks: Ranks | None = None
     asks_ranks: bool = False
     heads_at_once: int | None = None
+
+    @classmethod
+    def of_tensors(
+        cls,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        window: int,
+        sinks: int,
+        **more: Any,
+    ) -> Self:
+        """Return the inputs of a whole prompt that lies in no cache, in the only layer.
+
+        Args:
+            queries: `[W, H, D]`. keys, values: `[G, T, D]`. window, sinks: as the attributes.
+            more: further attributes, in place of those that follow from the tensors.
+        """
+        (heads_kv, tokens, size), heads = keys.shape, queries.shape[1]
+        derived: dict[str, Any] = {
+            "num_tokens": tokens,
+            "num_query_heads": heads,
+            "num_kv_heads": heads_kv,
+            "head_size": size,
+            "first_kv_head": 0,
+            "layer": 0,
+            "num_layers": 1,
+            "scale": size**-0.5,
+            "soft_cap": 0.0,
+            "key_cache": keys[None],  # one block
+            "value_cache": values[None],
+            "block_row": torch.zeros(1, dtype=torch.int32, device=keys.device),
+            "last_position": tokens - 1,
+            "prompt_len": tokens,
+        }
+        return cls(queries=queries, window=window, sinks=sinks, **(derived | more))
 
     @classmethod
     def of_request(

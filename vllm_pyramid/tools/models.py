@@ -11,7 +11,8 @@ import hashlib
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,6 +228,15 @@ def _convert(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """Make one error of what Transformers raises where it does not read a file."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, KeyError) as error:
+        raise ValueError(f"Transformers cannot read {source.name}: {error}") from error
+
+
 def _facts(source: Path) -> dict[str, Any]:
     """Return what the file says of its tokenizer."""
     from gguf import GGUFReader
@@ -249,12 +259,10 @@ def _read(source: Path) -> tuple[PretrainedConfig, dict[str, torch.Tensor]]:
     # Newer versions of Transformers leave the weights packed, unless they are told otherwise.
     packed = getattr(transformers, "GgufConfig", None)
     options = {} if packed is None else {"quantization_config": packed(dequantize=True)}
-    try:
+    with _reading(source):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.bfloat16, **options
         )
-    except (ValueError, NotImplementedError, KeyError) as error:
-        raise ValueError(f"Transformers cannot read {source.name}: {error}") from error
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -275,10 +283,8 @@ def _tokenizer(source: Path) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, models, pre_tokenizers, processors
 
     facts = _facts(source)
-    try:
+    with _reading(source):
         read = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    except (ValueError, NotImplementedError, KeyError) as error:
-        raise ValueError(f"Transformers cannot read {source.name}: {error}") from error
     backend = read.backend_tokenizer
     if facts.get("model") in _MERGING and isinstance(backend.model, models.Unigram):
         raise ValueError(

@@ -22,7 +22,6 @@ from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.tools.heads.model import HeadModel
 
-_BLOCK = 16
 _FUTURE = 1024  # positions beyond the model's own that scorers may rotate to
 
 
@@ -157,28 +156,15 @@ class UtilityModel(HeadModel):
         policy: Policy,
     ) -> ScorerInputs:
         """Return what a scorer gets in the engine at the prompt's end."""
-        heads, tokens, size = keys.shape
-        blocks = -(-tokens // _BLOCK)
-        padded = F.pad(torch.stack([keys, values]), (0, 0, 0, blocks * _BLOCK - tokens))
-        pages = padded.unflatten(2, (blocks, _BLOCK)).transpose(1, 2)
-        return ScorerInputs(
-            num_tokens=tokens,
+        return ScorerInputs.of_tensors(
+            queries.float(),
+            keys,
+            values,
             window=policy.window,
             sinks=policy.sinks,
-            num_query_heads=self.heads,
-            num_kv_heads=heads,
-            head_size=size,
-            first_kv_head=0,
             layer=index,
             num_layers=self.layers,
             scale=self._scale,
-            soft_cap=0.0,
-            queries=queries.float(),
-            key_cache=pages[0],
-            value_cache=pages[1],
-            block_row=torch.arange(blocks, dtype=torch.int32, device=keys.device),
-            last_position=tokens - 1,
-            prompt_len=tokens,
             rotary=self._turns,
             knows_rotary=policy.scorer.needs_rotary,
             output=self._outputs[index] if policy.scorer.needs_output else None,
