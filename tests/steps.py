@@ -110,6 +110,7 @@ def make_evictions(
     request_ids: list[str] | None = None,
     rows: Sequence[int] | None = None,
     spans: Sequence[Spans] | None = None,
+    skips: Sequence[Sequence[int]] | None = None,
 ) -> StepEvictions:
     """Return the evictions of whole prompts that end in one step, one behind the other.
 
@@ -118,10 +119,14 @@ def make_evictions(
             keeps everything. plans: instead of `kept_lens`.
         rows: rows of the batch, by default the first ones.
         spans: that stay of each.
+        skips: for each layer how many tokens of each request were evicted before; by default none.
     """
     prompt_lens = np.array(lens, np.int32)
     if plans is None:
         plans = plans_of(prompt_lens, np.array(kept_lens or [lens], np.int32), budget=budget)
+    shape = (plans[0].num_layers, len(lens))
+    previous_skips = np.zeros(shape, np.int32) if skips is None else np.array(skips, np.int32)
+    numbers = np.where(previous_skips.any(axis=0), 2, 1).tolist()
     return StepEvictions(
         request_ids=request_ids or [f"r{index}" for index in range(len(lens))],
         rows=np.arange(len(lens)) if rows is None else np.array(rows),
@@ -130,10 +135,10 @@ def make_evictions(
         prompt_lens=prompt_lens,
         points=prompt_lens,
         plans=plans,
-        eviction_numbers=[1] * len(lens),
-        end_numbers=[1] * len(lens),
+        eviction_numbers=numbers,
+        end_numbers=numbers,
         intervals=np.zeros(len(lens), np.int64),
-        previous_skips=np.zeros((plans[0].num_layers, len(lens)), np.int32),
+        previous_skips=previous_skips,
         block_size=block_size,
         copies=[None] * len(lens),
         keep=spans,

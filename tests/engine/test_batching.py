@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    assert_same_tokens,
+    greedy,
+    random_prompts,
+)
 from tests.scheduler.checks import check_pool
 
 pytestmark = pytest.mark.engine
@@ -210,3 +217,29 @@ def test_budgets_of_requests(engine: Engine) -> None:
         assert budget * 8 <= sum(kept) < (budget + 16) * 8
         assert run.report["evicted_tokens"] == 400 * 8 - sum(kept)
         assert run.token_ids[0] == runs[3].token_ids[0]
+
+
+def test_settings_of_requests_mix_in_one_step(engines: EnginePool, random_model: Path) -> None:
+    """Spans beside a conversation's second eviction: all answers are those of requests alone."""
+    settings = {**SETTINGS, "kv_policy": "snapkv", "kv_budget": 64, "max_num_batched_tokens": 260}
+    engine = engines.get(random_model, **settings, enable_prefix_caching=False)
+    own: list[dict[str, Any]] = [
+        {"kv_turns": [200, 400]},
+        {"kv_keep": [20, 27]},
+        {},
+        {"kv_keep": [0, 9, 100, 110], "kv_budget": 70},
+        {"kv_policy": "full"},
+        {"kv_turns": [90], "kv_keep": [0, 12]},
+    ]
+    prompts = _prompts(600, 170, 300, 120, 130, 240)
+    jobs = [
+        [
+            Job(prompt, greedy(12, logprobs=2, **extra))
+            for prompt, extra in zip(prompts, own, strict=True)
+        ]
+        for _ in range(2)
+    ]
+    together = engine.run(jobs[0])
+    assert [run.output.outputs[0].finish_reason for run in together] == ["length"] * len(own)
+    assert_same_tokens(together, [engine.run([job])[0] for job in jobs[1]])
+    engine.check_whole()

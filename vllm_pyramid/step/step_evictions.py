@@ -199,17 +199,23 @@ class StepEvictions:
             shortened: `[S]` indices.
 
         Returns:
-            `[S, tokens of the longest]` bool; None if there are no such spans.
+            `[S, end of the last span]` bool; None if there are no such spans. A request with spans
+            has all its tokens in its tables, so the mask is no wider than they are. Requests that
+            were evicted before have fewer, and do not count.
         """
         key = shortened.tobytes()
         if key not in self._masks:
             spans = [self.keep[index][bool(leading(self.keep[index])) :] for index in shortened]
+            ends = [
+                min(of_request[-1][1], int(self.points[index])) if of_request else 0
+                for of_request, index in zip(spans, shortened, strict=True)
+            ]
             mask = None
             if any(spans):
-                host = np.zeros((len(shortened), int(self.points[shortened].max())), bool)
+                host = np.zeros((len(shortened), max(ends)), bool)
                 for row, of_request in enumerate(spans):
                     for start, end in of_request:
-                        host[row, start : min(end, int(self.points[shortened[row]]))] = True
+                        host[row, start : min(end, ends[row])] = True
                     if of_request and self.previous_skips[:, shortened[row]].any():
                         raise RuntimeError(
                             f"request {self.request_ids[shortened[row]]}: spans are to be kept at "
