@@ -163,6 +163,29 @@ def _served(source: random.Random, kind: str, model: str) -> Attack:
     return Attack(kind, path, encode(body), "served")
 
 
+def _mixed_settings(source: random.Random, kind: str, model: str) -> Attack:
+    """Several settings in one request, each valid alone; prompts are long enough to evict."""
+    path, body = _body(source, model)
+    length = source.randint(40, 900)
+    if path == COMPLETIONS:
+        body["prompt"] = [source.randrange(8, VOCAB_SIZE) for _ in range(length)]
+    start = source.randrange(length)
+    ends = sorted(source.sample(range(1, length), source.randint(1, 3)))
+    settings: Body = {
+        "kv_budget": source.choice([source.randint(40, 400), f"{source.randint(10, 100)}%"]),
+        "kv_min_tokens": source.randint(0, 256),
+        "kv_keep": source.choice([[0, 8], [start, start + source.randint(1, 8)], [0, 4, 20, 27]]),
+        "kv_turns": ends,
+        "kv_turn_mode": "exact",
+        "kv_session": f"session-{source.randint(0, 9)}",
+        "kv_policy": source.choice(["full", "pyramidkv"]),
+        "kv_application": source.choice(["a", "b"]),
+    }
+    names = source.sample(list(settings), source.randint(1, 3))
+    body["vllm_xargs"] = {name: settings[name] for name in names}
+    return Attack(kind, path, encode(body))
+
+
 def _disconnect(source: random.Random, kind: str, model: str) -> Attack:
     path, body = _body(source, model)
     body |= {"stream": True, "max_tokens": source.choice([32, 200, 1500]), "ignore_eos": True}
@@ -324,6 +347,7 @@ HONEST = "honest"
 KINDS: dict[str, tuple[float, Callable[[random.Random, str, str], Attack]]] = {
     HONEST: (4, lambda source, kind, model: Attack(kind, COMPLETIONS, b"", "served")),
     "served": (12, _served),
+    "mixed settings": (12, _mixed_settings),
     "disconnect": (3, _disconnect),
     "wrong settings": (25, _wrong_settings),
     "any settings": (12, _any_settings),

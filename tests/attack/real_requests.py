@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.engine.support import Engine, count_preemptions
 from tests.scheduler.checks import check_pool
+from vllm_pyramid.policy.kept_spans import why_no_spans
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 LAYERS, BLOCK, MAX_LEN = 4, 16, 384
@@ -90,6 +91,7 @@ class Clients:
         assert served is not None
         reasons = served.why_no_turns, served.policy.why_not_resumable
         self.has_turns = reasons == (None, None)
+        self.has_spans = why_no_spans(served.policy) is None
 
     def run(self, requests: int, seconds: float) -> None:
         """Send `requests` requests, or fewer where the time is over; then wait for the last."""
@@ -106,6 +108,7 @@ class Clients:
     def send(self) -> None:
         """One request: a prompt of its own, one that others share, or a conversation's turn."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
         source, name = self.source, f"soak{self.sent}"
         self.sent += 1
@@ -134,6 +137,12 @@ class Clients:
                 talk, prompt = Talk(), prompt[-80:]
             own, most = {"kv_turns": talk.turns}, source.choice([4, 16, 32])
             self.seen["turns"] += bool(talk.turns)
+        if self.has_spans and source.random() < 0.3:
+            inner = [source.randrange(1, 200), source.randrange(200, 210)]
+            own = {**own, "kv_keep": source.choice([[0, source.randrange(1, 9)], [0, 4, *inner]])}
+            if not talk or source.random() < 0.2:
+                start = source.randrange(max(len(prompt) - 6, 1))
+                own["kv_keep"] = [start, min(start + source.randrange(1, 6), len(prompt))]
         params = SamplingParams(
             temperature=source.choice([0.0, 0.0, 1.0]),
             max_tokens=max(min(most, MAX_LEN - len(prompt)), 1),
@@ -143,7 +152,16 @@ class Clients:
             logprobs=source.choice([None, None, 2]),
             extra_args=own or None,
         )
-        self.engine.client.add_request(name, {"prompt_token_ids": prompt}, params)
+        try:
+            self.engine.client.add_request(name, {"prompt_token_ids": prompt}, params)
+        except VLLMValidationError:  # spans that do not fit into the budget, or not beside turns
+            if "kv_keep" not in own:
+                raise
+            self.seen["spans refused"] += 1
+            if talk is not None and talk.tokens:
+                self.talks.append(talk)
+            return
+        self.seen["spans"] += "kv_keep" in own
         leaves = source.choice(PHASES) if source.random() < 0.4 else None
         self.running[name] = Running(prompt, leaves, talk)
 

@@ -39,7 +39,9 @@ def test_nothing_is_left(engines: EnginePool, model: Path, name: str, seed: int)
     clients.check_nothing_left()
     print(f"{name}: {clients.sent} requests, {clients.steps} steps, {dict(clients.seen)}")
     happenings = ["preempted", "evicted", *(["turns"] if clients.has_turns else [])]
+    happenings += ["spans"] if clients.has_spans else []
     happenings += ["resumed"] if clients.has_turns and REQUESTS >= 1000 else []
+    assert not clients.seen["ended by error"], clients.seen
     assert all(clients.seen[happening] for happening in happenings), clients.seen
     # Some phases are short: a client that wants to leave in one may miss it.
     left = [phase for phase in PHASES if clients.seen[f"aborted {phase}"]]
