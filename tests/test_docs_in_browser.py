@@ -15,7 +15,7 @@ import pytest
 
 from tests.plumbing.browser import browser, complaints
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[1]
 

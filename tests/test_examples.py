@@ -21,7 +21,7 @@ from tests.plumbing.server import serving
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.tools.eval.haystack import topics
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -71,6 +71,7 @@ GUARDS = [
 ]
 
 
+@pytest.mark.long
 def test_guards_hold_without_asserts() -> None:
     child = subprocess.run(
         [sys.executable, "-O", "-c", CHILD],

@@ -111,6 +111,7 @@ print(get_mp_context().get_start_method())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "method"),
     [({}, "fork"), ({"PYRAMID_TEST_SPAWN": "1"}, "spawn")],

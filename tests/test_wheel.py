@@ -17,7 +17,7 @@ import pytest
 
 from tests.plumbing.server import serving
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 UV = (sys.executable, "-m", "uv")

@@ -13,7 +13,7 @@ from tests.attack.findings import report
 from tests.attack.fuzz import FLAGS, attack_server
 from tests.plumbing.server import serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 REQUESTS = 600  # of the few that cost something; most are answered in a millisecond
 

@@ -18,7 +18,7 @@ import pytest
 from tests.plumbing.server import VLLM
 from vllm_pyramid.policy import policy_names
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 POLICIES = ", ".join(["auto", *policy_names()])
 BAD_PRESET = """\

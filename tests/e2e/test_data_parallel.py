@@ -26,7 +26,7 @@ from tests.plumbing.one_device import (
 )
 from tests.plumbing.server import Server, members, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 # Which replica gets which prompts: not the same number, nor the same lengths.
 SENT = {0: (300, 181, 430, 212, 40), 1: (430, 181)}
 REPLICAS = ("--data-parallel-size", "2", "--api-server-count", "1")

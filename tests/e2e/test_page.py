@@ -29,7 +29,7 @@ from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.demo.run import build_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, KEY = 8, "the-key-of-this-test"

@@ -18,7 +18,7 @@ from tests.engine.support import random_prompts
 from tests.plumbing.one_device import LONGEST_SECONDS, client_of
 from tests.plumbing.server import Server, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = [
     *("--tensor-parallel-size", "2", "--enforce-eager", "--max-model-len", "512"),

@@ -28,6 +28,7 @@ from tests.plumbing.ray_head import RayHead, ray_head
 from tests.plumbing.server import Server, serving
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.engine,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="needs the extra `ray`: make ray"

@@ -16,7 +16,7 @@ from tests.plumbing.server import Server, serving
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.demo.run import build_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = (
     *("--kv-policy", "random", "--kv-budget", "3%", "--kv-min-tokens", "0", "--kv-page"),

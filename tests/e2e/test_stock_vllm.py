@@ -12,7 +12,7 @@ import pytest
 from tests.engine.support import is_cpu_build, random_prompts
 from tests.plumbing.children import Child, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -16,7 +16,7 @@ import pytest
 from tests.plumbing.one_device import LENGTHS, check_death, client_of, complete, flags
 from tests.plumbing.server import members, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RANKS = ("--tensor-parallel-size", "2")
 STAGES = ("--pipeline-parallel-size", "2")

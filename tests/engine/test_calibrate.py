@@ -17,7 +17,7 @@ import pytest
 from tests.engine.support import EnginePool, greedy, random_prompts
 from vllm_pyramid.policy import load_policy
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
 BUDGET = 40
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}

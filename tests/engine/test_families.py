@@ -31,7 +31,7 @@ from tests.engine.support import (
 from tests.plumbing.real_model import real_model
 from tests.scheduler.checks import check_pool
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WINDOW, BUDGET, KERNEL_SIZE = 8, 64, 5
 MAX_TOKENS = 10

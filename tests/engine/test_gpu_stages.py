@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.families import make_family
 from tests.engine.support import EnginePool, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ENGINE: dict[str, Any] = {
     "kv_policy": "snapkv",

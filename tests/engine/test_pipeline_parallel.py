@@ -14,7 +14,7 @@ from tests.engine.support import EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LAYERS, KV_HEADS, PAGE = 4, 4, 16 << 10  # bytes of a block of one layer
 SETTINGS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from tests.engine.support import EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PAGE = 16 << 10  # bytes of a block of one layer
 BLOCK, WINDOW, BLOCKS = 16, 8, 120

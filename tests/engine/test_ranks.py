@@ -17,7 +17,7 @@ from tests.engine.support import greedy as greedy_params
 from tests.engine.test_runner_v2 import BESIDE, DEEPER, POLICIES, REQUESTS, SETTINGS, SHAPE, prompts
 from tests.plumbing.children import Child, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 SERVED = ("pyramidkv", "thinned")

@@ -25,7 +25,7 @@ from tests.engine.support import greedy as greedy_params
 from tests.plans import THINS
 from tests.plumbing.children import Child, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # The interpreter takes its time: two layers, grouped queries, a few dozen tokens. In float32,
 # because the interpreter's dot product of bfloat16 is wrong.

@@ -28,7 +28,7 @@ from tests.engine.test_runner_v2 import DRAFTS, EAGLE, HYBRID, SETTINGS, SHAPE
 from tests.engine.test_runner_v2 import POLICIES as OF_RUNNERS
 from tests.plumbing.children import Child, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 DTYPES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 SNAPKV = {"kv_policy": "snapkv", "kv_budget": 24}

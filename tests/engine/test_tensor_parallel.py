@@ -17,7 +17,7 @@ from vllm_pyramid.methods.head_shares import HeadShares
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import Policy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LAYERS, KV_HEADS = 4, 4
 SETTINGS: dict[str, Any] = {

@@ -237,6 +237,7 @@ def test_pages_are_made_alike() -> None:
     assert odd.tokens_of_block(16) == 16 and odd.page_bytes(16) == 16 * 2048, "padded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["granite4", "lfm2", "nemotron-h"])
 def test_blocks_as_long_as_states(name: str, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs

@@ -26,6 +26,7 @@ def kernel_names() -> set[str]:
 
 
 @pytest.mark.cpu
+@pytest.mark.slow
 def test_main_configuration_compiles_without_spills(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(

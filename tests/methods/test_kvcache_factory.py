@@ -29,7 +29,7 @@ from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.tools.eval.haystack import load_tokens, topics
 
-pytestmark = [pytest.mark.cpu, pytest.mark.long]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 STUDY = Path(__file__).parents[2] / "scripts" / "method_study"
 TOKENS, LAYERS, WINDOW = 1300, 30, 8

@@ -19,7 +19,7 @@ import pytest
 from tests.plumbing.real_model import real_model
 from vllm_pyramid.tools.eval.haystack import load_tokens, topics
 
-pytestmark = [pytest.mark.cpu, pytest.mark.long]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kvpress_parity" / "scorers.py"
 TOKENS = 700

@@ -19,7 +19,7 @@ from vllm_pyramid.methods.kvpress_presses import PRESSES, REFUSED, KvpressScorer
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SHARES = (0.7, 0.5, 0.1)

@@ -203,7 +203,7 @@ def needs_two_hosts() -> list[pytest.MarkDecorator]:
     reason = reason_without()
     return [
         pytest.mark.engine,
-        pytest.mark.long,
+        pytest.mark.slow,
         pytest.mark.skipif(reason is not None, reason=str(reason)),
     ]
 

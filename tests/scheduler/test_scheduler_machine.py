@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.plans import plan_for
+from tests.plumbing.pairwise import covering
 from tests.scheduler.beside import FIRST_LAYER, Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import (
@@ -69,6 +71,7 @@ LIMITS = settings(
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
+FEW = settings(LIMITS, max_examples=6)
 # The first round lives other lives in every run (`seed` of tests/conftest.py). What a variant is
 # for may be rare: up to `ROUNDS` rounds follow, of known lives, until it has been seen.
 ROUNDS = 14
@@ -1230,15 +1233,52 @@ VARIANTS |= {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_machine(variant: str, seed: int) -> None:
-    setup = VARIANTS[variant]
+# Fields of `Setup` that change numbers, and not which code runs.
+NUMBERS = (
+    *("budget", "min_tokens", "further", "block_size", "num_layers", "max_model_len"),
+    *("long_prefill_token_threshold", "max_num_seqs"),
+)
 
+
+def features(setup: Setup) -> set[str]:
+    """Return the settings of a variant that choose other code than the defaults do."""
+    found = {f"beside {layer.kind}" for layer in setup.beside} | {f"policy {setup.policy}"}
+    for name, value in setup.policy_args:
+        if name not in ("window", "sinks"):
+            found.add(f"{name} {value}" if isinstance(value, str) else name)
+    for field in fields(setup):
+        value = getattr(setup, field.name)
+        if field.name in (*NUMBERS, "beside", "policy", "policy_args") or value == field.default:
+            continue
+        counts = field.name in ("stages", "drafts", "host_slots", "lanes")
+        found.add(field.name if counts else f"{field.name} {value}")
+    return found
+
+
+def machine_of(setup: Setup) -> type[SchedulerMachine]:
     class Machine(SchedulerMachine):
         depth = 2 if setup.asynchronous or setup.stages else 1
         seen: ClassVar[Counter[str]] = Counter()
 
     Machine.setup = setup
+    return Machine
+
+
+@pytest.mark.parametrize(
+    "variant", covering({name: features(setup) for name, setup in VARIANTS.items()})
+)
+def test_machine(variant: str, seed: int) -> None:
+    """Variants with every pair of settings, each with a few lives that are new in every run."""
+    machine = machine_of(VARIANTS[variant])
+    run_state_machine_as_test(seeded(f"{seed}/{variant}")(machine), settings=FEW)
+    assert machine.seen.total(), "nothing happened"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_machine_sees_what_it_is_for(variant: str, seed: int) -> None:
+    setup = VARIANTS[variant]
+    machine = machine_of(setup)
     happenings = ["evicted", "mixed steps"]
     if setup.prefix_caching:
         rare = "inside" in variant or (setup.lanes > 1 and "all" in variant)
@@ -1279,8 +1319,8 @@ def test_machine(variant: str, seed: int) -> None:
     index = list(VARIANTS).index(variant)
     for number in range(ROUNDS):
         drawn = index + 1000 * (number - 1) if number else f"{seed}/{variant}"
-        numbered = seeded(drawn)(Machine)
+        numbered = seeded(drawn)(machine)
         run_state_machine_as_test(numbered, settings=LIMITS)
-        if all(Machine.seen[happening] >= 5 for happening in happenings):
+        if all(machine.seen[happening] >= 5 for happening in happenings):
             return
-    raise AssertionError({happening: Machine.seen[happening] for happening in happenings})
+    raise AssertionError({happening: machine.seen[happening] for happening in happenings})

@@ -11,7 +11,7 @@ import torch
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.tools.head_probe import Repeated, mean_attention, of_kv_heads, retrieval_heads
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 SIZE = 64
 PROBE = Repeated(period=32, copies=3)

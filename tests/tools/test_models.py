@@ -19,7 +19,7 @@ from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.eval.haystack import topics
 from vllm_pyramid.tools.models import MODELS, MissingModelError, gguf_folder, model_folder
 
-pytestmark = [pytest.mark.cpu, pytest.mark.long]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 # GPT-2's expression as llama.cpp has it for `smollm`, whose digits come one by one first.
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -37,6 +37,7 @@ print(calls)
 """
 
 
+@pytest.mark.long
 def test_a_cache_whose_size_the_user_has_set_must_leave_room_for_evictions() -> None:
     calls = [("reserve", 5000, False), ("room", 5000, 7000), ("reserve", 5000, True)]
     ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)

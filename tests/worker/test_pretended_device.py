@@ -17,7 +17,7 @@ from tests.shifted_worker import BLOCK, Host, Worker, launch_tables, policies
 from vllm_pyramid.methods.pages.choosing import TILE, padded
 from vllm_pyramid.policy import Policy
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 PROMPTS = {"a": 70, "b": 45, "c": 101}
 # Tokens of each step; the last chunk of a prompt has the queries that scorers look at.

@@ -137,6 +137,7 @@ def serve(worker: Worker) -> None:
 ALL = [*policies(), load_policy("pyramidinfer")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.name)
 def test_no_key_comes_up_while_serving(
     monkeypatch: pytest.MonkeyPatch, keys: set[str], policy: Policy

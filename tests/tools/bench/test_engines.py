@@ -21,7 +21,7 @@ from vllm_pyramid.tools.bench.profile import OUTSIDE
 from vllm_pyramid.tools.bench.shapes import named_shape
 from vllm_pyramid.tools.cli import main
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
 PROMPT, OUTPUT, REQUESTS, POOL, LAYERS = 512, 24, 10, 2, 2
 

@@ -26,6 +26,7 @@ from vllm_pyramid.tools.eval.task import DIGITS_METRIC
 from vllm_pyramid.tools.eval.variants import Variant, parse_variants
 
 pytestmark = [
+    pytest.mark.slow,
     *(pytest.mark.engine, pytest.mark.timeout(900)),
     pytest.mark.usefixtures("prepared_programs"),
 ]

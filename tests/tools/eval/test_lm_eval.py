@@ -31,7 +31,7 @@ from vllm_pyramid.tools.eval.tables import rows_of, tables
 from vllm_pyramid.tools.eval.task import Figure, Sample
 from vllm_pyramid.tools.eval.variants import Variant
 
-pytestmark = [pytest.mark.cpu, pytest.mark.long]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 # A task of one's own, as lm-eval's documentation describes it.
 YAML = """

@@ -27,7 +27,7 @@ from vllm_pyramid.tools.eval.haystack import load_tokens
 from vllm_pyramid.tools.eval.registry import load_task
 from vllm_pyramid.tools.eval.variants import parse_variants
 
-pytestmark = [pytest.mark.cpu, pytest.mark.long]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
 SMALL = {

@@ -15,7 +15,7 @@ from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.demo.run import build_prompt
 from vllm_pyramid.tools.show.page import read_page
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
 POLICIES = "pyramidkv,streaming-llm"
 
