@@ -46,10 +46,7 @@ STEP_TOKENS = 1 << 12
 MASK = [[0.9, 0.1], [0.2, 0.8]]
 SPLITS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "duoattention": (None, {"mask": MASK, "heads.sinks": 8, "heads.recent": 24}),
-    "razorattention": (
-        None,
-        {"mask": MASK, "heads.recent": 16, "share": 0.25, "heads.compensate": False},
-    ),
+    "razorattention": (None, {"mask": MASK, "heads.recent": 16, "share": 0.25}),
     "headkv": ("40", {"scores": MASK, "window": 8}),
 }
 

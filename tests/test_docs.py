@@ -144,8 +144,7 @@ def test_the_readme_counts_the_policies() -> None:
     on_cuda = []
     for preset in presets:
         scorer = getattr(preset.attend, "scorer", None)
-        stays_away = not preset.heads.on_cuda or getattr(preset.heads, "compensate", False)
-        stays_away = stays_away or preset.prefill.skips_tiles
+        stays_away = not preset.heads.on_cuda or preset.prefill.skips_tiles
         if not stays_away and (scorer is None or (scorer.has_kernels and not scorer.needs_queries)):
             on_cuda.append(preset.name)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
