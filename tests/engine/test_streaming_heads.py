@@ -227,13 +227,15 @@ def test_blocks_of_streaming_heads_serve_other_requests(
 
 
 def caching_engine(engines: EnginePool, model: Path, **changes: Any) -> Engine:
-    return engines.get(
-        model,
-        kv_policy="duoattention",
-        kv_policy_args=ARGS,
-        kv_min_tokens=None,
-        **{**SETTINGS, "enable_prefix_caching": True, "max_num_batched_tokens": 200, **changes},
-    )
+    settings: dict[str, Any] = {
+        **SETTINGS,
+        "kv_policy": "duoattention",
+        "kv_policy_args": ARGS,
+        "kv_min_tokens": None,
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 200,
+    }
+    return engines.get(model, **{**settings, **changes})
 
 
 def untouched(prompt_len: int) -> int:
@@ -285,6 +287,33 @@ def test_prefixes_are_found_up_to_what_an_eviction_overwrites(
     assert cached([*prompt, *other]) == untouched(800) == 704
     assert cached(other) == 0
     assert engine.llm.reset_prefix_cache() and cached(prompt) == 0
+    engine.check_whole()
+
+
+def test_where_no_head_keeps_everything_what_is_overwritten_is_copied(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """Out of a prompt's blocks, and into those of the next request."""
+    args = {"share": 0.0, "heads.sinks": SINKS, "heads.recent": RECENT}
+    engine = caching_engine(engines, random_model, kv_policy_args=args)
+    engine.shuffle_blocks(5)
+    prompt, other = random_prompts([650, 200], seed=13, vocab_size=2048)
+    look = Rows(engine)
+
+    def run(tokens: list[int]) -> Outcome:
+        return engine.run([Job(tokens, greedy(MAX_TOKENS, logprobs=3))], look)[0]
+
+    cold, warm = run(prompt), run(prompt)
+    assert cold.cached == 0 and warm.cached == 640 > untouched(650)
+    assert_same_tokens([warm], [cold])
+    assert warm.report == cold.report
+    longer = run([*prompt[:645], *other])
+    assert longer.cached == 640
+    engine.llm.reset_prefix_cache()
+    again = run([*prompt[:645], *other])
+    assert again.cached == 0
+    assert_same_tokens([longer], [again])
+    assert longer.report == again.report
     engine.check_whole()
 
 
