@@ -42,15 +42,11 @@ from vllm_pyramid.worker.step_tables import StepTables
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
 STEP_TOKENS = 1 << 12
 # Budgets and settings of policies that give each KV head a length: one head of each layer, and of
-# all layers one, keeps everything; shares of each head.
+# all layers one, keeps everything.
 MASK = [[0.9, 0.1], [0.2, 0.8]]
 SPLITS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "duoattention": (None, {"mask": MASK, "heads.sinks": 8, "heads.recent": 24}),
-    "razorattention": (
-        None,
-        {"mask": MASK, "heads.recent": 16, "share": 0.25, "heads.compensate": False},
-    ),
-    "headkv": ("40", {"scores": MASK, "window": 8}),
+    "razorattention": (None, {"mask": MASK, "heads.recent": 16, "share": 0.25}),
 }
 
 

@@ -115,11 +115,7 @@ def test_each_head_attends_to_what_it_holds(counts: list[int], device: str) -> N
         torch.from_numpy(skips.astype(np.int32)).T.flatten(),
     )
     out = torch.full_like(query, torch.nan)
-    sums = torch.full(query.shape[:2], torch.nan)
-    lanes.attend(ops, batch, Softmax(D**-0.5), out, sums)
-    without = torch.empty_like(out)
-    lanes.attend(ops, batch, Softmax(D**-0.5), without)
-    assert torch.equal(without, out)
+    lanes.attend(ops, batch, Softmax(D**-0.5), out)
     expected = oracle(layer, query, counts, skips)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
     # What evictions see of a lane is the same request with one KV head.
@@ -129,10 +125,9 @@ def test_each_head_attends_to_what_it_holds(counts: list[int], device: str) -> N
         assert inputs.layer == 2 * G + lane
         assert inputs.output is not None
         assert torch.equal(inputs.output, factors[lane * GROUP : (lane + 1) * GROUP])
-        alone, own = torch.empty(inputs.query.shape), torch.empty(inputs.query.shape[:2])
-        ops.paged_attention(alone, inputs.batch, inputs.softmax, log_sum_exp=own)
-        theirs, their_sums = (found[:, lane * GROUP : (lane + 1) * GROUP] for found in (out, sums))
-        torch.testing.assert_close(own, their_sums, rtol=0, atol=0 if device == "cpu" else 1e-5)
+        alone = torch.empty(inputs.query.shape)
+        ops.paged_attention(alone, inputs.batch, inputs.softmax)
+        theirs = out[:, lane * GROUP : (lane + 1) * GROUP]
         torch.testing.assert_close(alone, theirs, rtol=0, atol=0 if device == "cpu" else 1e-6)
 
 

@@ -103,11 +103,11 @@ POLICIES: dict[str, dict[str, Any]] = {
             "heads.recent": 12,
         },
     },
-    # Each head keeps what its scores say, and what its eviction overwrites is copied.
-    "shares": {
-        "kv_policy": "headkv",
-        "kv_budget": 40,
-        "kv_policy_args": {"scores": [[0.9, 0.1], [0.2, 0.8]], "window": 8},
+    # No head keeps everything, and what an eviction overwrites is copied.
+    "streams": {
+        "kv_policy": "duoattention",
+        "kv_min_tokens": None,
+        "kv_policy_args": {"share": 0.0, "heads.sinks": 4, "heads.recent": 12},
     },
     # Pieces of 48 tokens, of which the upper layers hold 48, 32 and 16.
     "thinned": {
@@ -152,7 +152,7 @@ ENGINES = {
     ),
     "decode-graphs": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "h2o", "heads", "shares", "select"),
+        ("pyramidkv", "h2o", "heads", "streams", "select"),
     ),
 }
 # vLLM's mode of CUDA graphs, where there are stand-ins for them.

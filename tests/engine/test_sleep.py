@@ -25,8 +25,7 @@ HEADS |= {"heads.recent": 40, "heads.recent_share": 0.0}
     [
         ("snapkv", {"window": WINDOW}, BUDGET, True),
         ("h2o", {"interval": 16}, BUDGET, False),
-        # What heads have dropped is kept as means next to the cache, which sleep does not touch.
-        ("razorattention", {**HEADS, "heads.compensate": True}, None, True),
+        ("razorattention", HEADS, None, True),
     ],
 )
 def test_requests_outlive_sleep(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Outcome,
     assert_same_tokens,
     count_preemptions,
     greedy,
+    kept_at_evictions,
     random_prompts,
 )
+from vllm_pyramid.policy.policy import TRACE_WINDOW
+from vllm_pyramid.step.trace_files import read_request
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.heads.scores import HeadScores
 
@@ -84,9 +89,59 @@ def kept_positions(prompt_len: int, whole: np.ndarray) -> list[torch.Tensor]:
     ]
 
 
-def test_each_head_keeps_what_the_mask_says(engines: EnginePool, random_model: Path) -> None:
+def check_trace(folder: Path, outcome: Outcome, kept: list[torch.Tensor]) -> None:
+    """A file has the positions of each head, and its reader those of the layers."""
+    n = len(outcome.job.prompt)
+    ((point, found),) = kept_at_evictions(folder, outcome).items()
+    assert point == n and len(found) == LAYERS * HEADS
+    for lane, positions in enumerate(found):
+        wanted = kept[lane // HEADS][lane % HEADS].unique()
+        assert positions.tolist() == [wanted.tolist()]
+    read = read_request(folder, outcome.request_id)
+    assert read is not None
+    assert (read.layers, read.heads) == (list(range(LAYERS)), [HEADS] * LAYERS)
+    for layer, heads in enumerate(kept):
+        counts = torch.stack([torch.bincount(head.unique(), minlength=n) for head in heads])
+        assert read.counts[layer].tolist() == counts.sum(dim=0).tolist()
+
+
+def check_recall(
+    folder: Path, outcome: Outcome, model: HuggingFaceModel, whole: np.ndarray
+) -> None:
+    """Each head has the share of the attention of the prompt's last queries to what it keeps.
+
+    Args:
+        model: that has computed the prompt.
+    """
+    n = len(outcome.job.prompt)
+    with np.load(folder / f"{outcome.request_id}.npz") as trace:
+        for layer, head in np.ndindex(LAYERS, HEADS):
+            lane = layer * HEADS + head
+            key = model.keys[layer][head, :n]
+            query = model.queries[layer].unflatten(0, (HEADS, -1))[head, :, n - TRACE_WINDOW : n]
+            logits = query @ key.T * key.shape[1] ** -0.5
+            future = torch.ones(TRACE_WINDOW, n, dtype=torch.bool).triu(n - TRACE_WINDOW + 1)
+            weights = logits.masked_fill(future, -math.inf).softmax(dim=-1)
+            mass = weights.sum(dim=(0, 1))[: n - TRACE_WINDOW]
+            kept = torch.from_numpy(trace[f"kept_{lane}"][0]).long()
+            share = float(mass[kept[kept < len(mass)]].sum() / mass.sum())
+            assert float(trace[f"recall_{lane}"][0]) == pytest.approx(share, abs=1e-4)
+            assert share == pytest.approx(1) if whole[layer, head] else share < 0.999
+
+
+def test_each_head_keeps_what_the_mask_says(
+    engines: EnginePool, random_model: Path, tmp_path: Path
+) -> None:
     """By the tokens and log probabilities of a model whose attention sees that alone."""
-    engine, model = engine_of(engines, random_model), HuggingFaceModel(str(random_model))
+    engine = engines.get(
+        random_model,
+        kv_policy="duoattention",
+        kv_policy_args=ARGS,
+        kv_min_tokens=None,
+        kv_trace=str(tmp_path),
+        **SETTINGS,
+    )
+    model = HuggingFaceModel(str(random_model))
     scores = np.array(MASK).ravel()
     whole = np.zeros(LAYERS * HEADS, bool)
     whole[np.argsort(-scores)[: LAYERS * HEADS // 2]] = True
@@ -102,12 +157,14 @@ def test_each_head_keeps_what_the_mask_says(engines: EnginePool, random_model: P
         assert report["blocks_before"] == of_all
         assert report["blocks_after"] == of_all - LAYERS * HEADS // 2 * freed
         kept = kept_positions(n, whole.reshape(LAYERS, HEADS))
+        check_trace(tmp_path, outcome, kept)
         tokens = [*prompt, *outcome.token_ids]
         expected = model.forward(tokens[:-1], n, kept)[n - 1 :]
         assert outcome.token_ids == expected.argmax(dim=-1).tolist(), n
         for row, (token, ours) in enumerate(zip(outcome.token_ids, outcome.logprobs, strict=True)):
             assert ours[token] == pytest.approx(float(expected[row, token]), abs=2e-4)
         if freed:  # the mask counts: another gives other numbers
+            check_recall(tmp_path, outcome, model, whole.reshape(LAYERS, HEADS))
             other = kept_positions(n, ~whole.reshape(LAYERS, HEADS))
             wrong = model.forward(tokens[:-1], n, other)[n - 1 :]
             assert float((wrong[1:] - expected[1:]).abs().max()) > 1e-2
@@ -170,13 +227,15 @@ def test_blocks_of_streaming_heads_serve_other_requests(
 
 
 def caching_engine(engines: EnginePool, model: Path, **changes: Any) -> Engine:
-    return engines.get(
-        model,
-        kv_policy="duoattention",
-        kv_policy_args=ARGS,
-        kv_min_tokens=None,
-        **{**SETTINGS, "enable_prefix_caching": True, "max_num_batched_tokens": 200, **changes},
-    )
+    settings: dict[str, Any] = {
+        **SETTINGS,
+        "kv_policy": "duoattention",
+        "kv_policy_args": ARGS,
+        "kv_min_tokens": None,
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 200,
+    }
+    return engines.get(model, **{**settings, **changes})
 
 
 def untouched(prompt_len: int) -> int:
@@ -228,6 +287,33 @@ def test_prefixes_are_found_up_to_what_an_eviction_overwrites(
     assert cached([*prompt, *other]) == untouched(800) == 704
     assert cached(other) == 0
     assert engine.llm.reset_prefix_cache() and cached(prompt) == 0
+    engine.check_whole()
+
+
+def test_where_no_head_keeps_everything_what_is_overwritten_is_copied(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """Out of a prompt's blocks, and into those of the next request."""
+    args = {"share": 0.0, "heads.sinks": SINKS, "heads.recent": RECENT}
+    engine = caching_engine(engines, random_model, kv_policy_args=args)
+    engine.shuffle_blocks(5)
+    prompt, other = random_prompts([650, 200], seed=13, vocab_size=2048)
+    look = Rows(engine)
+
+    def run(tokens: list[int]) -> Outcome:
+        return engine.run([Job(tokens, greedy(MAX_TOKENS, logprobs=3))], look)[0]
+
+    cold, warm = run(prompt), run(prompt)
+    assert cold.cached == 0 and warm.cached == 640 > untouched(650)
+    assert_same_tokens([warm], [cold])
+    assert warm.report == cold.report
+    longer = run([*prompt[:645], *other])
+    assert longer.cached == 640
+    engine.llm.reset_prefix_cache()
+    again = run([*prompt[:645], *other])
+    assert again.cached == 0
+    assert_same_tokens([longer], [again])
+    assert longer.report == again.report
     engine.check_whole()
 
 

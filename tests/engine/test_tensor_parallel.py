@@ -13,9 +13,6 @@ import pytest
 from tests.engine.support import EnginePool, Job, Outcome, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
-from vllm_pyramid.methods.head_shares import HeadShares
-from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
-from vllm_pyramid.policy import Policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -61,38 +58,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 MASK = [[1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
 ON_BOTH = [[1, 0, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
 STREAMING: dict[str, Any] = {"heads.sinks": 8, "heads.recent": 24}
-SCORES = (np.random.default_rng(3).random((LAYERS, KV_HEADS)) ** 2).tolist()
-
-
-class LongestOfRanks(HeadShares):
-    """Shares of one rank, of which two heads with a lane in two ranks have the longer one's."""
-
-    kind: str = f"{__name__}:LongestOfRanks"
-
-    def plan(
-        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
-    ) -> RetentionPlan:
-        plan = super().plan(policy, prompt_len, num_lanes, block_size, budget)
-        assert isinstance(plan, RetentionPlan)
-        own = plan.end.keep.reshape(LAYERS, KV_HEADS).tolist()
-        keep = np.array([[max(row[g % 2], row[g % 2 + 2]) for g in range(4)] for row in own])
-        mean = -(-int(keep.sum()) // num_lanes)
-        end = EvictionPoint.of(prompt_len, block_size, mean, keep.ravel(), True, recent=8)
-        return RetentionPlan((end,))
-
-
 # With lengths of heads: two ranks' settings, and those that say what both do to one rank.
 HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "duoattention": (
         {"kv_policy_args": {"mask": MASK, "share": 5 / 16, **STREAMING}},
         {"kv_policy_args": {"mask": ON_BOTH, "share": 0.5, **STREAMING}, "kv_min_tokens": None},
-    ),
-    "headkv": (
-        {"kv_budget": "25%", "kv_policy_args": {"scores": SCORES}, "kv_min_tokens": 0},
-        {
-            "kv_budget": "25%",
-            "kv_policy_args": {"heads": {"kind": f"{__name__}:LongestOfRanks", "scores": SCORES}},
-        },
     ),
 }
 # Tokens between two evictions, of policies that evict during generation.

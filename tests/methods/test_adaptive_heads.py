@@ -24,9 +24,13 @@ from tests.steps import make_context
 from vllm_pyramid.kernels import get_ops, reference
 from vllm_pyramid.kernels.solve import joint_lengths
 from vllm_pyramid.methods import kvpress_presses
-from vllm_pyramid.plan import DeferredPlan, RetentionPlan, least_given_back
+from vllm_pyramid.methods.streaming_heads.split import HeadLengths
+from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan, least_given_back
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import check_request
+from vllm_pyramid.policy.scorer import Scorer
+from vllm_pyramid.policy.selectors import Selector
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 pytestmark = pytest.mark.cpu
 
@@ -35,6 +39,36 @@ SINKS, WINDOW = 2, 3
 
 def adaptive(budget: str | int | None = None, **args: Any) -> Policy:
     return load_policy("adakv", budget, args)
+
+
+class EqualHeads(HeadLengths):
+    """Gives each KV head the budget, in a block table of its own."""
+
+    kind: str = f"{__name__}:EqualHeads"
+
+    def plan(
+        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
+    ) -> Plan:
+        return policy.allocator.plan(policy, prompt_len, num_lanes, block_size, budget)
+
+
+class AcrossHeads(Scorer):
+    """Gives all KV heads of a layer the same scores, and does not say `in_parts`."""
+
+    kind: str = f"{__name__}:AcrossHeads"
+
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
+        mean = inputs.keys.norm(dim=-1).mean(dim=0)
+        return mean.expand(inputs.num_kv_heads, -1)
+
+
+class Worst(Selector):
+    """Keeps what has the lowest scores."""
+
+    kind: str = f"{__name__}:Worst"
+
+    def select(self, scores: torch.Tensor, keep: int) -> torch.Tensor:
+        return scores.argsort(dim=-1)[:, :keep]
 
 
 def by_norms(budget: str | int | None = None, **args: Any) -> Policy:
@@ -195,7 +229,7 @@ def test_heads_with_the_same_scores_have_the_bits_of_equal_lengths(
     """With equal norms in many places, too."""
     args: dict[str, Any] = {"fill_blocks": fill_blocks, "scorer": "knorm"}
     args |= {"sinks": SINKS, "window": WINDOW}
-    equal = load_policy("headkv", "40%", {**args, "scores": [[1.0] * G] * L})
+    equal = load_policy("snapkv", "40%", {**args, "heads": f"{__name__}:EqualHeads"})
     lens = [90, 41, 63]
     ours = Prompts(adaptive("40%", alpha=alpha, **args), lens, alike=True)
     theirs = Prompts(equal, lens, alike=True)
@@ -329,6 +363,8 @@ def test_the_same_tokens_as_kvpress(alpha: float, ratio: float, kvpress: Any) ->
         ({"scorer": "tova"}, "'tova' looks at all KV heads of a layer together"),
         ({"scorer": "accumulated_attention"}, "gathers numbers in every step"),
         ({"scorer": "none"}, "ranks nothing"),
+        ({"scorer": f"{__name__}:AcrossHeads"}, "does not say that it looks at each KV head"),
+        ({"selector": f"{__name__}:Worst"}, "go with selector 'top_k' alone"),
         ({"allocator": "arithmetic"}, "go with allocator 'uniform' alone"),
         (
             {"allocator": "global", "scorer": "observation_window"},

@@ -135,40 +135,6 @@ def test_a_method_attends(name: str) -> None:
     assert torch.equal(plain.outs[1], back_end.outs[1])
 
 
-class Corrects(StepHooks, LayerHooks):
-    """Adds the log-sum-exp to the attention of the upper layer, after the back end's kernel."""
-
-    name = "corrects"
-
-    def begin_step(self, step: Step) -> StepNeeds:
-        return StepNeeds(wants_log_sum_exp=True)
-
-    def correct_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        assert out.shape == inputs.query.shape
-        if inputs.layer == 1:
-            out += 1.0 if inputs.log_sum_exp is None else inputs.log_sum_exp[..., None]
-
-
-@BACK_ENDS
-def test_a_method_corrects_the_attention(name: str) -> None:
-    """On CUDA the stock kernels give no log-sum-exp."""
-    back_end = BackEnd(name, evicting("pyramidkv"), PROMPTS, [lambda context: Corrects()])
-    serve_prompts(back_end)
-    plain = BackEnd(name, evicting("pyramidkv"), PROMPTS)
-    serve_prompts(plain)
-    assert torch.equal(plain.outs[0], back_end.outs[0])
-    added = back_end.outs[1] - plain.outs[1]
-    if name == "cuda":
-        assert torch.allclose(added, torch.ones(()), atol=1e-5)
-        return
-    for row, request in enumerate(PROMPTS):
-        first = plain.skip(1, request)
-        key, _ = plain.held(plain.before[1], 1, request, first)
-        key = key.repeat_interleave(HEADS // KV_HEADS, dim=1)
-        right = (torch.einsum("hd,nhd->hn", plain.queries[1][row], key) * SCALE).logsumexp(dim=-1)
-        assert torch.allclose(added[row], right[:, None].expand_as(added[row]), atol=1e-4)
-
-
 class LastPagesOfHeads(LastPages):
     """Attends to the last two pages of each request, with a list for each KV head."""
 
@@ -180,12 +146,8 @@ class LastPagesOfHeads(LastPages):
 
 @pytest.mark.parametrize(
     ("hooks", "said"),
-    [
-        (Attends(), "a method that attends"),
-        (Corrects(), "a method that attends"),
-        (LastPagesOfHeads(make_context(LAYERS)), "lists of"),
-    ],
-    ids=["attends", "corrects", "lists"],
+    [(Attends(), "a method that attends"), (LastPagesOfHeads(make_context(LAYERS)), "lists of")],
+    ids=["attends", "lists"],
 )
 def test_methods_have_no_fused_output(hooks: LayerHooks, said: str) -> None:
     back_end = BackEnd("cuda", load_policy("full"), PROMPTS)
@@ -382,7 +344,6 @@ def test_only_what_is_overridden_is_called() -> None:
     ("hooks", "said"),
     [
         (Attends(), "attends has the hook `attend`"),
-        (Corrects(), "corrects has the hook `correct_attention`"),
         (LastPages(make_context(1)), "last_pages has the hook `after_attention`"),
     ],
 )

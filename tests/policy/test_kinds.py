@@ -42,7 +42,7 @@ KINDS = {
     "chunk": {"points"},
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
-    "heads": {"adaptive", "alike", "recovering", "shares", "streaming"},
+    "heads": {"adaptive", "alike", "recovering", "streaming"},
     "prefill": {"all", "antidiagonal"},
 }
 

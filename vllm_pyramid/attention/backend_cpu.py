@@ -238,7 +238,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         key_cache, value_cache = self._split(kv_cache)
         query, out = query[: meta.num_tokens], output[: meta.num_tokens]
         log_sum_exp = None
-        if context is not None and context.step.wants_log_sum_exp:
+        if context is not None and context.lanes is None and context.step.wants_log_sum_exp:
             log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
         key_scale, value_scale = self._scales(layer)
         batch = AttentionBatch(
@@ -274,7 +274,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     def _attend(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
         ops, context = self.ops, self.context
         if context is not None and context.lanes is not None:
-            context.lanes.attend(ops, inputs.batch, inputs.softmax, out, inputs.log_sum_exp)
+            context.lanes.attend(ops, inputs.batch, inputs.softmax, out)
             return
         attend = ops.shared_attention if self._shares_prefixes else ops.paged_attention
         attend(out, inputs.batch, inputs.softmax, log_sum_exp=inputs.log_sum_exp)

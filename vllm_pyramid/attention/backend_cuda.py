@@ -166,7 +166,7 @@ class PyramidImplMixin:
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
             return attend(query, attn_metadata)
-        if (context.hooks.attend or context.hooks.correct_attention) and is_fused():
+        if context.hooks.attend and is_fused():
             raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
         lanes = 1 if context.lanes is None else context.lanes.count

@@ -124,34 +124,22 @@ class HeadLanes:
         """Return `[T, heads, D]` as `[T * G, heads / G, D]`, a view where memory allows."""
         return rows.unflatten(1, (self.count, -1)).flatten(0, 1)
 
-    def attend(
-        self,
-        ops: Ops,
-        batch: AttentionBatch,
-        softmax: Softmax,
-        out: torch.Tensor,
-        log_sum_exp: torch.Tensor | None = None,
-    ) -> None:
+    def attend(self, ops: Ops, batch: AttentionBatch, softmax: Softmax, out: torch.Tensor) -> None:
         """Attend in all lanes of a layer. Prefixes are not shared, so no pages are read together.
 
         Args:
             batch: with `[T, H, D]` queries; its tables, lengths and skips are those of lanes.
-            out: `[T, H, D]`, written. log_sum_exp: `[T, H]` float32, written if given.
+            out: `[T, H, D]`, written.
         """
         assert self._lanes is not None, "the layer's metadata are those of a step"
         query, order = self.as_one_head(batch.query), self._lanes.order
         rows = out.view(query.shape)
-        sums = None if log_sum_exp is None else log_sum_exp.view(query.shape[:2])
         if order is None:
-            batch = replace(batch, query=query)
-            ops.paged_attention(rows, batch, softmax, log_sum_exp=sums)
+            ops.paged_attention(rows, replace(batch, query=query), softmax)
             return
-        batch, found = replace(batch, query=query[order]), torch.empty_like(rows)
-        found_sums = None if sums is None else torch.empty_like(sums)
-        ops.paged_attention(found, batch, softmax, log_sum_exp=found_sums)
+        query, found = query[order], torch.empty_like(rows)
+        ops.paged_attention(found, replace(batch, query=query), softmax)
         rows.index_copy_(0, order, found)
-        if sums is not None and found_sums is not None:
-            sums.index_copy_(0, order, found_sums)
 
     def split(self, inputs: AttentionInputs) -> Iterator[AttentionInputs]:
         """Return what each lane of a layer evicts by: inputs of a layer with one KV head.

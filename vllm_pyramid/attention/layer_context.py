@@ -109,21 +109,12 @@ class LayerContext:
                 return True
         return False
 
-    def correct_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Let methods change the attention, `[>= T, H, D]`; `inputs` as of `after_attention`."""
-        for hooks in self.hooks.correct_attention:
-            try:
-                hooks.correct_attention(inputs, out[: len(inputs.query)])
-            except Exception as error:
-                self._blame("correct_attention", hooks, error)
-
     def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Let methods change what was attended to and look at it; then evict where the step asks.
+        """Let methods look at the layer, which has attended; then evict where the step asks for it.
 
         Args:
             inputs: as they were before `before_attention`. out: the attention, `[>= T, H, D]`.
         """
-        self.correct_attention(inputs, out)
         for hooks in self.hooks.after_attention:
             try:
                 hooks.after_attention(inputs)
@@ -201,7 +192,6 @@ class ReaderContext:
         return self.of.attend(inputs, out)
 
     def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Let methods change the attention, and evict if no other layer reads the cache later."""
-        self.of.correct_attention(inputs, out)
+        """Let the layer that this one reads evict, if no other reads it after this one."""
         if self.is_last:
             self.of.after_last_reader()

@@ -120,10 +120,7 @@ class EvictionPoints(Chunk):
         whole = keep.tokens_for(plan.prompt_len, 0)
         points = [point for point in self.points(policy, plan.prompt_len) if point > whole]
         of_plan = plan.num_layers, plan.block_size
-        ends = inner.heads.inner_ends(inner, points, *of_plan, keep)
-        return plan.with_inner(
-            inner.allocator.ends(inner, points, *of_plan, keep) if ends is None else ends
-        )
+        return plan.with_inner(inner.allocator.ends(inner, points, *of_plan, keep))
 
     # Answers of a part --------------------------------------------------------------------------
 

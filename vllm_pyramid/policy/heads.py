@@ -12,7 +12,6 @@ have the same bytes, and come from the same pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
-    from vllm_pyramid.plan import Budget, EvictionPoint, Plan
+    from vllm_pyramid.plan import Budget, Plan
     from vllm_pyramid.policy.policy import Policy
 
 
@@ -72,21 +71,6 @@ class Heads(Component):
         Their blocks stay shared behind an eviction, and the plans say so (`RetentionPlan.whole`).
         """
         return np.zeros(num_lanes, bool)
-
-    def inner_ends(
-        self,
-        policy: Policy,
-        computed: Sequence[int],
-        num_heads: int,
-        block_size: int,
-        budget: Budget,
-    ) -> list[EvictionPoint] | None:
-        """Return what each head keeps at evictions inside a prompt; None: the allocator says it.
-
-        Args:
-            policy: that evicts there. computed: tokens at each. num_heads: of the plan.
-        """
-        return None
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget

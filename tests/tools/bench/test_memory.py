@@ -36,11 +36,11 @@ def test_evictions_inside_the_prompt_bound_what_is_held() -> None:
 
 def test_heads_with_lengths_of_their_own_have_a_budget_or_a_mask() -> None:
     """Blocks of 32 tokens of one head, four lanes of them."""
-    shares = memory("headkv", 64, scores=[[0.1, 0.4], [0.3, 0.2]])
-    assert shares.most_blocks(160, 9) == 4 * 6
-    shares.check_budget("headkv", 65)
-    with pytest.raises(ValueError, match="headkv keeps all of a prompt of 64 tokens"):
-        shares.check_budget("headkv", 64)
+    adaptive = memory("adakv", 128)
+    assert adaptive.most_blocks(160, 9) == 4 * 6
+    adaptive.check_budget("adakv", 129)
+    with pytest.raises(ValueError, match="adakv keeps all of a prompt of 128 tokens"):
+        adaptive.check_budget("adakv", 128)
     memory("duoattention").check_budget("duoattention", 384 + 32)
     with pytest.raises(ValueError, match="duoattention keeps all of a prompt of 415 tokens"):
         memory("duoattention").check_budget("duoattention", 415)

@@ -95,9 +95,8 @@ def test_query_heads_of_head_kv_are_read(tmp_path: Path) -> None:
     names = {f"{layer}-{head}": rows[layer][head] for head in range(4) for layer in (1, 0)}
     found = read_scores(head_kv(tmp_path / "heads.json", names))
     assert found == (((1.0, 0.25, 3.0, 0.25), (2.0, 1.0, 0.5, 4.0)), None, None)
-    # A KV head is as good as its best query head, and has the mean of their importance.
+    # A KV head is as good as its best query head.
     assert of_kv_heads(found.scores, 2).tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    assert of_kv_heads(found.scores, 2, mean=True).tolist() == [[0.625, 1.625], [1.5, 2.25]]
     assert of_kv_heads(found.scores, 4).tolist() == [list(row) for row in found.scores]
     scores = HeadScores.of(found, 2, recent=9)
     assert scores.mask(0.5).tolist() == [[False, True], [False, True]]

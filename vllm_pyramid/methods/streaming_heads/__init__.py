@@ -4,11 +4,10 @@
     retrieval head    [ everything ........................................... ][ generated ]
     streaming head    [ sinks ]                                      [ recent  ][ generated ]
 
-DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891): the heads that look far back
-are found once for a model, by a mask that is trained or by a probe (`vllm-pyramid calibrate
---heads`). Nothing depends on the prompt, so a later question loses nothing that a streaming head
-would have been asked for. RazorAttention keeps one more token for each streaming head, the mean of
-what the head has dropped (`compensation.py`).
+DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891, without its compensation
+token): the heads that look far back are found once for a model, by a mask that is trained or by a
+probe (`vllm-pyramid calibrate --heads`). Nothing depends on the prompt, so a later question loses
+nothing that a streaming head would have been asked for.
 
 Streaming heads see the whole prompt while it is processed, and evict at its end. With
 `chunk.tokens` they evict after each chunk of that many tokens, as DuoAttention does where it
@@ -39,11 +38,9 @@ from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy.chunk import EvictionPoints
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -64,8 +61,6 @@ class StreamingHeads(SplitHeads):
         sinks: the first tokens, that a streaming head keeps. None: the folder's, else 128.
         recent: the last tokens of the prompt, that it keeps. None: the folder's, else 256.
         recent_share: of the prompt, in [0, 1]: that many last tokens stay, if they are more.
-        compensate: whether streaming heads attend to the mean of what they have dropped, too, with
-            a weight that counts as often as tokens were dropped.
     """
 
     has_budget: ClassVar[bool] = False
@@ -78,7 +73,6 @@ class StreamingHeads(SplitHeads):
     sinks: int | None = Field(default=None, ge=0, lt=2**31)
     recent: int | None = Field(default=None, ge=1, lt=2**31)
     recent_share: float = Field(default=0.0, ge=0, le=1)
-    compensate: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -172,11 +166,6 @@ class StreamingHeads(SplitHeads):
 
     # Answers of a part --------------------------------------------------------------------------
 
-    @property
-    def attends(self) -> bool:
-        """Whether compensation tokens are merged into the attention of each step."""
-        return self.compensate
-
     def check(self, policy: Policy) -> None:
         """Refuse parts that would have no effect, or were not tried with lengths of heads."""
         self.check_parts(policy)
@@ -209,21 +198,3 @@ class StreamingHeads(SplitHeads):
                 "DuoAttention publishes for the model, and add --kv-policy-args "
                 '\'{"mask": "FOLDER"}\''
             )
-
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Refuse what was not tried with tables of single heads, or compensation tokens."""
-        super().check_config(policy, config)
-        if self.compensate:
-            from vllm_pyramid.methods.streaming_heads.refusals import check_compensation
-
-            check_compensation(policy, config)
-
-    # In the engine ------------------------------------------------------------------------------
-
-    def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
-        """Return what keeps the compensation tokens, if there are any."""
-        if not self.compensate:
-            return None
-        from vllm_pyramid.methods.streaming_heads.compensation import Compensation
-
-        return Compensation(context)

@@ -81,25 +81,3 @@ def check_alone(policy: Policy, config: VllmConfig, where: str) -> None:
                 f"not tried {where} together with {flag}: leave it out, or choose a policy without "
                 "`heads`"
             )
-
-
-def check_compensation(policy: Policy, config: VllmConfig) -> None:
-    """Refuse what was not tried together with compensation tokens.
-
-    Raises:
-        ValueError: naming the flag to change.
-    """
-    parallel = config.parallel_config
-    untried = {
-        "CUDA devices: serve on a CPU": current_platform.device_type != "cpu",
-        "--tensor-parallel-size: leave it out": parallel.tensor_parallel_size > 1,
-        "--pipeline-parallel-size: leave it out": parallel.pipeline_parallel_size > 1,
-        "--speculative-config: leave it out": config.speculative_config is not None,
-        "vLLM's second model runner: unset VLLM_USE_V2_MODEL_RUNNER": config.use_v2_model_runner,
-    }
-    for what, is_asked in untried.items():
-        if is_asked:
-            raise ValueError(
-                f"policy {policy.name!r} has compensation tokens (heads.compensate), which were "
-                f"not tried with {what}, or set heads.compensate to false"
-            )

@@ -56,16 +56,14 @@ def read_scores(path: Path) -> ScoreFiles:
     return _read_folder(path)
 
 
-def of_kv_heads(
-    scores: Scores, num_kv_heads: int, *, mean: bool = False
-) -> npt.NDArray[np.float64]:
-    """Return scores of KV heads, `[L, G]`: those of their query heads' best, or their mean.
+def of_kv_heads(scores: Scores, num_kv_heads: int) -> npt.NDArray[np.float64]:
+    """Return scores of KV heads, `[L, G]`: those of their query heads' best.
 
     Args:
         scores: `[L][G]`, which are returned as they are, or `[L][H]`; H is a multiple of G.
     """
     grouped = np.array(scores).reshape(len(scores), num_kv_heads, -1)
-    found: npt.NDArray[np.float64] = grouped.mean(axis=2) if mean else grouped.max(axis=2)
+    found: npt.NDArray[np.float64] = grouped.max(axis=2)
     return found
 
 

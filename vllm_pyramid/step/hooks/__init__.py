@@ -7,8 +7,7 @@ nothing. In a worker they are called in this order:
 
     start-up     CacheHooks     limit_cache  allocate  value_cache  compile_kernels
     a step       StepHooks      without_graphs  begin_step                             end_step
-    each layer   LayerHooks       after_write  before_attention  attend  correct_attention
-                                  after_attention
+    each layer   LayerHooks       after_write  before_attention  attend  after_attention
                  EvictionHooks      score  before_compact  after_compact  after_eviction
     last layer   EvictionHooks        (deferred evictions) solve
 

@@ -50,14 +50,5 @@ class LayerHooks(WorkerHooks):
         """
         return False
 
-    def correct_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Change what the layer has attended to, also in layers that read another's cache.
-
-        Args:
-            inputs: as of `after_attention`; with the log-sum-exp of `out` where a method asked for
-                it (`StepNeeds`) and the back end's kernel has attended to the whole cache.
-            out: `[T, H, D]`, to be changed in place.
-        """
-
     def after_attention(self, inputs: AttentionInputs) -> None:
         """Look at a layer that has attended, before the step evicts from it."""

@@ -15,9 +15,7 @@ from vllm_pyramid.step.hooks.worker import WorkerHooks
 H = TypeVar("H", bound=WorkerHooks)
 
 # The functions that a back end calls, of which it names those that it does (`check_called`).
-LAYER_HOOKS = frozenset(
-    {"after_write", "before_attention", "attend", "correct_attention", "after_attention"}
-)
+LAYER_HOOKS = frozenset({"after_write", "before_attention", "attend", "after_attention"})
 
 
 class MethodHooks:
@@ -53,11 +51,8 @@ class MethodHooks:
         self.after_write = self._overriding(LayerHooks, "after_write")
         self.before_attention = self._overriding(LayerHooks, "before_attention")
         self.attend = self._overriding(LayerHooks, "attend")
-        self.correct_attention = self._overriding(LayerHooks, "correct_attention")
         self.after_attention = self._overriding(LayerHooks, "after_attention")
-        self.in_layers = bool(
-            self.before_attention or self.attend or self.correct_attention or self.after_attention
-        )
+        self.in_layers = bool(self.before_attention or self.attend or self.after_attention)
         self.in_steps = bool(self.in_layers or self.after_write or self.begin_step or self.end_step)
         self.before_compact = self._overriding(EvictionHooks, "before_compact")
         self.after_compact = self._overriding(EvictionHooks, "after_compact")
