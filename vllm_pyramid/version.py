@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version of this package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
