@@ -243,3 +243,17 @@ def test_settings_of_requests_mix_in_one_step(engines: EnginePool, random_model:
     assert [run.output.outputs[0].finish_reason for run in together] == ["length"] * len(own)
     assert_same_tokens(together, [engine.run([job])[0] for job in jobs[1]])
     engine.check_whole()
+
+
+def test_sessions_where_requests_may_not_give_turns(
+    engines: EnginePool, random_model: Path
+) -> None:
+    """The server gives a session's turns itself, so they are no setting of the request."""
+    own = {**SETTINGS, "enable_prefix_caching": True, "kv_request_overrides": "session"}
+    engine = engines.get(random_model, **own)
+    (first, more) = _prompts(300, 60)
+    session = greedy(8, kv_session="a")
+    (before,) = engine.run([Job(first, session)])
+    (after,) = engine.run([Job([*first, *before.token_ids, *more], session)])
+    assert after.report["resumed_tokens"] > 0 and len(after.token_ids) == 8
+    engine.check_whole()

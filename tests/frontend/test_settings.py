@@ -340,13 +340,14 @@ def test_keys_of_a_request_with_v_in_host_memory() -> None:
             check_request(other, SamplingParams(extra_args={"kv_top_n": 7, **extra}))
 
 
-def test_prompt_logprobs_where_tokens_leave_the_forward_pass() -> None:
+@pytest.mark.parametrize("name", ["pyramidinfer", "sparse-prefill", "snapkv-chunked"])
+def test_prompt_logprobs_of_prompts_that_are_not_attended_to_in_full(name: str) -> None:
     params = SamplingParams(prompt_logprobs=1)
-    with pytest.raises(ValueError, match=r"prompt_logprobs with policy 'pyramidinfer'.*\"full\""):
-        check_request(load_policy("pyramidinfer"), params)
+    with pytest.raises(ValueError, match=r"prompt_logprobs .*full"):
+        check_request(load_policy(name), params)
     check_request(load_policy("pyramidkv"), params)
     params = SamplingParams(prompt_logprobs=1, extra_args={"kv_policy": "full"})
-    assert check_request(load_policy("pyramidinfer"), params).policy == load_policy("full")
+    assert check_request(load_policy(name), params).policy == load_policy("full")
 
 
 @pytest.mark.parametrize("name", policy_names())

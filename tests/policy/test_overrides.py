@@ -91,6 +91,15 @@ def test_each_setting_can_be_forbidden(key: str) -> None:
     RequestOverrides(()).check_keys(None)
 
 
+def test_whoever_may_name_a_session_may_have_its_turns() -> None:
+    """The front end puts them into the request, and the scheduler checks it again."""
+    followed = {"kv_session": "a", "kv_turns": [200]}
+    RequestOverrides(("session",)).check_keys(followed)
+    for allowed, extra in ((("session",), {"kv_turns": [200]}), (("budget",), followed)):
+        with pytest.raises(ValueError, match="kv_turns is not open to requests"):
+            RequestOverrides(allowed).check_keys(extra)
+
+
 @pytest.mark.parametrize(
     ("limit", "extra", "prompt_len", "numbers"),
     [

@@ -87,6 +87,9 @@ class RequestOverrides:
     def check_keys(self, extra_args: Mapping[str, Any] | None) -> None:
         """Refuse a request that gives a setting which the operator has forbidden.
 
+        A request that names its session gets `kv_turns` from the front end, which refuses both from
+        a client. Whoever may name a session therefore needs no right to give turns.
+
         Raises:
             ValueError: naming the setting, the flag and what is allowed.
         """
@@ -94,6 +97,8 @@ class RequestOverrides:
             return
         for name in OVERRIDES:
             if name in self.allowed or extra_args.get(_PREFIX + name) is None:
+                continue
+            if name == "turns" and "session" in self.allowed and extra_args.get("kv_session"):
                 continue
             names = ", ".join(_PREFIX + allowed for allowed in self.allowed)
             may = f"may only give {names}" if names else "may give no settings of their own"

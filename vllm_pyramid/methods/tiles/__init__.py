@@ -22,6 +22,7 @@ from vllm_pyramid.policy.prefill import Prefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
@@ -120,6 +121,15 @@ class AntidiagonalTiles(Prefill):
         from vllm_pyramid.methods.tiles.refusals import check_config
 
         check_config(policy, config)
+
+    def check_request(self, policy: Policy, params: SamplingParams) -> None:
+        """Refuse prompt_logprobs, which would be those of approximate attention."""
+        if params.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs with policy {policy.name!r} would be approximate: its prompts "
+                "attend to chosen tiles (prefill: antidiagonal); leave them out, or send "
+                '{"kv_policy": "full"} along'
+            )
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.tiles.worker import TileAttention
