@@ -364,6 +364,24 @@ def test_what_stays_of_every_chat(random_model: Path, tmp_path: Path) -> None:
             ask(chat, kv_keep=[4990, 5000])
         with pytest.raises(openai.BadRequestError, match="vllm_pyramid_keep cannot be set"):
             ask(chat, vllm_pyramid_keep=[0, 4])
+        # Settings that vLLM would ignore: at the wrong place, or of a beam search.
+        plain = {"prompt": TEXT, **arguments}
+        beams = {"use_beam_search": True, "n": 2}
+        for body, header, reason in (
+            ({"kv_budget": "25%"}, None, "'kv_budget' stands at the top level"),
+            ({"KV-Budget": "25%"}, None, "'KV-Budget' stands at the top level"),
+            ({"extra_body": {"vllm_xargs": {"kv_budget": 9}}}, None, "extra_body is an argument"),
+            ({**beams, "vllm_xargs": {"kv_budget": 64}}, None, "not work with beam search"),
+            (beams, "a", "session 'a' in X-KV-Session does not work with beam search"),
+        ):
+            headers = {"X-KV-Session": header} if header else {}
+            with pytest.raises(openai.BadRequestError, match=reason):
+                client.completions.create(**plain, extra_body=body, extra_headers=headers)
+        with pytest.raises(openai.BadRequestError, match="stands at the top level"):
+            client.chat.completions.create(
+                messages=chat[:2], **arguments, extra_body={"kv_turns": []}
+            )
+        assert len(client.completions.create(**plain, extra_body=beams).choices) == 2
         complete = client.completions.create(prompt=TEXT, **arguments)
         assert "kv_keep" not in complete.kv_transfer_params
     log = (tmp_path / "server.log").read_text()

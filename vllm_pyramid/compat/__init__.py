@@ -19,6 +19,11 @@ input_processor
     Target: InputProcessor.process_inputs, ParallelConfig._api_process_count.
     Why: a wrong request must be answered with status 400. Remove when plugins can validate
     requests.
+request_bodies
+    Target: CompletionRequest, ChatCompletionRequest, ResponsesRequest: .to_sampling_params,
+    .to_beam_search_params.
+    Why: a setting that would have no effect must be answered with status 400. Remove when plugins
+    can validate bodies.
 chat_renderer
     Target: HfRenderer.__init__, .warmup, .render_messages, .render_messages_async, ._wants_offsets,
     ._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout.

@@ -166,6 +166,12 @@ def finish_config(
     _install_front_end()
     from vllm_pyramid.compat import page_server
 
+    if page_server.is_server():
+        from vllm_pyramid.compat import request_bodies
+        from vllm_pyramid.frontend.request_bodies import check_body
+
+        request_bodies.install(check_body)
+
     if served.shadow is not None:
         _check_shadow(config, is_server=page_server.is_server())
     if served.page or page_server.is_server():

@@ -44,13 +44,18 @@ class SessionHeader:
             _HEADER.reset(token)
 
 
+def header_session() -> str | None:
+    """Return the session that the header of the running task's request names; None without one."""
+    return _HEADER.get()
+
+
 def with_header(params: Any) -> Any:
     """Return a request's parameters with the session that its header names.
 
     Raises:
         ValueError: `vllm_xargs` names another one.
     """
-    name = _HEADER.get()
+    name = header_session()
     if name is None:
         return params
     extra = params.extra_args or {}
