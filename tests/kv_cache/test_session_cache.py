@@ -13,6 +13,10 @@ from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import make_request
+from vllm_pyramid.kv_cache.session_cache import Conversation
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request_keys import RequestKeys
 
 pytestmark = pytest.mark.cpu
 
@@ -62,6 +66,19 @@ def test_hits_are_as_long_as_they_can_be(asynchronous: bool, policy: str) -> Non
         turns = [*turns, len(tokens)]
         adopted += (len(said) - 1) // 4 * 4  # the last token is not computed
         tokens = [*said, *prompt(40, 500 + 100 * index)]
+
+
+def test_other_lengths_under_one_name_have_another_key() -> None:
+    """As of an allocator of one's own that was edited between two starts."""
+    policy = load_policy("snapkv", 24)
+    served = resolve(policy, RequestKeys.parse({"kv_turns": [70]}))
+    plans = [load_policy(name, 24).plan(200, 3, 4) for name in ("snapkv", "pyramidkv", "snapkv")]
+    keys = []
+    for plan in plans:
+        found = Conversation.of(served, plan, keeps=True)
+        assert found is not None
+        keys.append(found.keys)
+    assert keys[0] == keys[2] and keys[0][1] != keys[1][1]
 
 
 def test_it_is_dissolved_from_its_end_and_its_survivors_last() -> None:

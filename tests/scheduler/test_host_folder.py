@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config.multimodal import MultiModalConfig
 
 from tests.scheduler.harness import Setup, make_scheduler, vllm_config
 from vllm_pyramid.methods.pages import SelectPages
@@ -18,6 +21,7 @@ from vllm_pyramid.policy.presets import load_policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler import host_folder
 from vllm_pyramid.scheduler.host_folder import namespace_of
+from vllm_pyramid.scheduler.weight_samples import weight_samples
 
 pytestmark = pytest.mark.cpu
 
@@ -45,9 +49,23 @@ def test_it_is_the_same_after_a_restart(config: Any) -> None:
     assert name_of(config) == name_of(copy.deepcopy(config))
 
 
-def weights_written_again(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_weight_of_a_file_of_the_same_size_and_time(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = next(Path(config.model_config.model).glob("*.safetensors"))
-    os.utime(path, (1, 1))
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def another_processor_of_images(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = MultiModalConfig(mm_processor_kwargs={"crops": 4})
+    monkeypatch.setattr(config.model_config, "multimodal_config", settings)
+
+
+def another_path_of_the_configuration(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.model_config.hf_config_path = "elsewhere"
 
 
 def another_type_of_cache(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +96,13 @@ def ranks_that_divide_the_heads(config: Any, monkeypatch: pytest.MonkeyPatch) ->
     "change",
     [
         ranks_that_divide_the_heads,
-        *(weights_written_again, another_type_of_cache, another_rope, another_version),
+        *(another_processor_of_images, another_path_of_the_configuration),
+        *(
+            one_weight_of_a_file_of_the_same_size_and_time,
+            another_type_of_cache,
+            another_rope,
+            another_version,
+        ),
         *(another_seed_of_the_hashes, another_processor),
     ],
 )
@@ -86,6 +110,42 @@ def test_what_changes_it(config: Any, monkeypatch: pytest.MonkeyPatch, change: A
     before = name_of(config)
     change(config, monkeypatch)
     assert name_of(config) != before
+
+
+def test_each_setting_of_images_changes_it(config: Any) -> None:
+    names = set()
+    for given in ({}, {"mm_processor_kwargs": {"crops": 4}}, {"mm_encoder_attn_dtype": "fp8"}):
+        config.model_config.multimodal_config = MultiModalConfig(**given)
+        names.add(name_of(config))
+    assert len(names) == 3
+
+
+def test_a_copy_of_the_weights_is_the_same(config: Any) -> None:
+    before = name_of(config)
+    for path in Path(config.model_config.model).iterdir():
+        os.utime(path, (1, 1))
+    assert name_of(config) == before
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_large_files_are_told_by_samples(tmp_path: Path, suffix: str) -> None:
+    """A tensor's first, middle or last bytes; also in a folder below, and behind a link."""
+    content = torch.arange(2 << 20, dtype=torch.int32)
+    folder, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    (folder / "part").mkdir(parents=True)
+    elsewhere.mkdir()
+    (folder / "linked").symlink_to(elsewhere)
+    for place in (folder / "part", elsewhere):
+        save_file({"a": content.clone(), "b": content[:9].clone()}, place / f"model{suffix}")
+    seen = {str(weight_samples(folder))}
+    for place in (folder / "part", elsewhere):
+        for index in (0, 1 << 20, -1):
+            changed = content.clone()
+            changed[index] = 7
+            save_file({"a": changed, "b": content[:9].clone()}, place / f"model{suffix}")
+            seen.add(str(weight_samples(folder)))
+    # Samples at equal distances see the file's own beginning, middle and end.
+    assert len(seen) == 7 if suffix == ".safetensors" else len(seen) > 1
 
 
 def test_what_summaries_depend_on_changes_it(config: Any) -> None:

@@ -144,6 +144,10 @@ class HostCache:
         )
         return True
 
+    def num_blocks(self, name: BlockHash) -> int:
+        """Return the blocks of all layers that a bundle of the host has."""
+        return self._entries[name].num_blocks
+
     def origin(self, name: BlockHash) -> str | None:
         """Return the request that evicted what a bundle of the host holds."""
         return self._entries[name].origin

@@ -89,7 +89,8 @@ class Conversation:
         key = sha256(text.encode())
         for number in plan.giving:
             point = plan.computed_at(number)
-            key.update(f" {point}".encode())
+            # An allocator of one's own may give other lengths under the same name.
+            key.update(f" {point} ".encode() + plan.skip_after(number).tobytes())
             keys[number] = key.digest()
             points.append((point, keys[number]))
         return cls(served.turns, plan, keys, tuple(points), name=served.session)
@@ -178,6 +179,10 @@ class SessionCache:
             on_device = there = self._pool.longest_prefix(names)
             if self.host is not None:
                 there += self.host.longest_prefix(names[there:])
+                heads = self.heads(plan.skip_after(number))
+                size = int((first + 1 - heads).sum())
+                if there and not on_device and self.host.num_blocks(base) != size:
+                    continue  # it cannot be this request's
             count = covered(hashes[: first + there])
             end = plan.prompt_len
             if 0 < end - count * self._tokens < least(end):  # it evicts there, if nothing goes

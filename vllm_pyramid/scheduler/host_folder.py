@@ -22,6 +22,7 @@ from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
 from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.scheduler.weight_samples import weight_samples
 from vllm_pyramid.version import __version__
 
 _DIGITS = 32
@@ -63,8 +64,8 @@ def namespace_of(
 ) -> str:
     """Return a name of all that the bytes of a bundle depend on, apart from the bundle's name.
 
-    The weights are told by the commit of their repository, or by the names, sizes and times of the
-    files in their folder.
+    The weights are told by the commit of their repository, or by samples of the files in their
+    folder (`weight_samples`).
     """
     model, cache = config.model_config, config.cache_config
     algorithm = cache.prefix_caching_hash_algo
@@ -74,6 +75,7 @@ def namespace_of(
         "model": model.compute_hash(),
         "architecture": model.hf_config.to_json_string(),
         "weights": _weights(model),
+        "settings": [model.hf_config_path, *_multimodal(model)],
         "load": [str(config.load_config.load_format), model.seed],
         "cache": [str(spec) for spec in specs],
         "summaries": _summaries(settings),
@@ -88,8 +90,7 @@ def namespace_of(
 def _weights(model: Any) -> list[Any]:
     folder = Path(model.model)
     if folder.is_dir():
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-        return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        return weight_samples(folder)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit is None:
         raise ValueError(
@@ -97,6 +98,13 @@ def _weights(model: Any) -> list[Any]:
             "others could not be told from its own: give the path of a folder as the model"
         )
     return [model.model, commit]
+
+
+def _multimodal(model: Any) -> list[str]:
+    """Return the settings that change what is computed of images and the like."""
+    settings = model.multimodal_config
+    names = ("mm_processor_kwargs", "mm_encoder_attn_dtype")
+    return [] if settings is None else [repr(getattr(settings, name, None)) for name in names]
 
 
 def _summaries(settings: ServedSettings) -> Any:
