@@ -16,7 +16,7 @@ import pytest
 
 from tests.plumbing import prepared
 from tests.plumbing.budgets import Budgets, used_seconds
-from tests.plumbing.shards import files_of_shard
+from tests.plumbing.shards import shard_members
 from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
 
 MARKS = ("cpu", "engine", "gpu")
@@ -37,9 +37,7 @@ os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--shard", metavar="N/M", help="of the files of slow tests, run those of shard N of M"
-    )
+    parser.addoption("--shard", metavar="N/M", help="of the slow tests, run those of shard N of M")
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
@@ -103,9 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     if shard := config.getoption("--shard"):
         number, count = (int(part) for part in shard.split("/"))
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        files = files_of_shard({item.nodeid.partition("::")[0] for item in slow}, number, count)
-        items[:] = [item for item in slow if item.nodeid.partition("::")[0] in files]
+        slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
+        chosen = shard_members(slow, number, count)
+        items[:] = [item for item in items if item.nodeid in chosen]
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
 

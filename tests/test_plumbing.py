@@ -10,7 +10,7 @@ import pytest
 
 from tests.plumbing.budgets import OF_A_FILE, Budgets
 from tests.plumbing.pairwise import covering
-from tests.plumbing.shards import files_of_shard
+from tests.plumbing.shards import PARTS, shard_members
 
 pytestmark = pytest.mark.cpu
 
@@ -20,14 +20,18 @@ def test_every_pair_is_covered() -> None:
     assert covering(variants) == ["abc", "d"]
 
 
-def test_every_file_is_in_one_shard() -> None:
-    files = {f"tests/test_{number}.py" for number in range(20)}
-    shards = [files_of_shard(files, number, 6) for number in range(6)]
-    assert sorted(name for shard in shards for name in shard) == sorted(files)
-    assert {len(shard) for shard in shards} == {3, 4}
-    assert [files_of_shard(files, number, 6) for number in range(6)] == shards
+def test_every_test_is_in_one_shard() -> None:
+    files = [f"tests/test_{number}.py" for number in range(20)]
+    tests = [f"{file}::test_{name}" for file in files for name in "ab"]
+    shards = [shard_members(tests, number, 6) for number in range(6)]
+    assert sorted(name for shard in shards for name in shard) == sorted(tests)
+    assert {len(shard) for shard in shards} == {6, 8}, "files stay together"
+    assert [shard_members(tests, number, 6) for number in range(6)] == shards
+    (file, parts) = next(iter(PARTS.items()))
+    long = [f"{file}::test[{number}]" for number in range(10)]
+    assert sum(bool(shard_members(long, number, 14)) for number in range(14)) == parts
     with pytest.raises(ValueError, match="shards 0 to 5, and no shard 6"):
-        files_of_shard(files, 6, 6)
+        shard_members(tests, 6, 6)
 
 
 class Item:
