@@ -30,7 +30,7 @@ def curve_of(section: object) -> CurveAllocator:
 
 
 def test_which_kinds_have_a_curve() -> None:
-    assert sorted(CURVES) == sorted(["uniform", "shares", "utility", *DECAYING])
+    assert sorted(CURVES) == sorted(["uniform", "shares", *DECAYING])
 
 
 @st.composite
@@ -49,7 +49,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @st.composite
 def allocators(draw: st.DrawFn) -> CurveAllocator:
-    kind = draw(st.sampled_from(sorted(CURVES - {"shares", "utility"})))
+    kind = draw(st.sampled_from(sorted(CURVES - {"shares"})))
     if kind == "uniform":
         return curve_of(kind)
     beta = draw(st.one_of(st.floats(1.0, 64.0), st.sampled_from([1.0, 1.0 + 1e-12, 20.0, 1e6])))

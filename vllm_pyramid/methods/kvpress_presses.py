@@ -99,8 +99,7 @@ REFUSED: dict[str, str] = {
     "KVzapPress": _WEIGHTS,
     "KVzipPress": _AGAIN,
     "KeyRerotationPress": "it moves keys to other positions",
-    "LUKVPress": "it divides the budget between heads by an offline profile: between layers the "
-    "allocator utility does (vllm-pyramid calibrate --utility)",
+    "LUKVPress": "it divides the budget between heads by an offline profile",
     "MergingPress": "it merges evicted tokens into others",
     "NonCausalAttnPress": _ALL_QUERIES,
     "ObservedAttentionPress": "it needs the attention of all queries: use the policy h2o",

@@ -25,7 +25,6 @@ from vllm_pyramid.policy.served_settings import NO_POLICY
 from vllm_pyramid.tools.certified import command as certified
 from vllm_pyramid.tools.command_parts import Progress, has_matplotlib, parse_engine_args
 from vllm_pyramid.tools.heads import command as heads
-from vllm_pyramid.tools.utility import command as utility
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy
@@ -39,9 +38,8 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "calibrate",
-        help="fit a policy to your prompts: average solved budgets, divide them by what tokens are "
-        "worth later (--utility), or certify a budget (--risk); or measure which KV heads look far "
-        "back (--heads)",
+        help="fit a policy to your prompts: average solved budgets, or certify a budget (--risk); "
+        "or measure which KV heads look far back (--heads)",
     )
     parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
     parser.add_argument(
@@ -52,8 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
     parser.add_argument(
         "--kv-policy",
-        help="a policy that solves budgets (default xkv); with --risk or --utility, one that "
-        "evicts (auto)",
+        help="a policy that solves budgets (default xkv); with --risk, one that evicts (auto)",
     )
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
     parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
@@ -64,7 +61,6 @@ def add_parser(commands: Any) -> None:
         help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
     )
     certified.add_flags(parser)
-    utility.add_flags(parser)
     heads.add_flags(parser)
     parser.set_defaults(run=run)
 
@@ -254,14 +250,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns 0 on success."""
     heads.check_flags(args)
     certified.check_flags(args)
-    utility.check_flags(args)
     _check_needed(args)
     if args.heads:
         return heads.run(args, read_prompts(Path(args.prompts)) if args.prompts else [])
     if args.risk is not None:
         return certified.run(args, read_prompts(Path(args.prompts)), _checked_output(args))
-    if args.utility:
-        return utility.run(args, read_prompts(Path(args.prompts)), _checked_output(args))
     args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(

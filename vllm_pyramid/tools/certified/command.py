@@ -41,7 +41,7 @@ CONFIDENCE = 0.9
 ANSWER_TOKENS = 64
 # Flags that belong to --risk alone, and those of the shares that do not go with it.
 OWN_FLAGS = ("confidence", "budgets", "lengths", "answer_tokens")
-_OTHERS = ("kv_budget", "picture", "utility", "horizon", "relative")
+_OTHERS = ("kv_budget", "picture")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
