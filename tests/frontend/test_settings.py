@@ -189,7 +189,6 @@ def test_the_page_is_a_servers_and_needs_a_policy() -> None:
     for config, message in (
         ({"kv_page": True}, "choose one with --kv-policy"),
         ({"kv_policy": "snapkv", "kv_page": 1}, "must be true or false"),
-        ({"kv_policy": "snapkv", "kv_page_prompts": 1}, "must be true or false"),
     ):
         with pytest.raises(ValueError, match=message):
             KVSettings.from_additional_config(config)

@@ -68,7 +68,7 @@ finished_requests
     plugin can see finished requests.
 page_server
     Target: launchers.app.attach_endpoint_plugins, a method added to EngineCore,
-    AsyncMPClient.call_utility_all_async, AsyncLLM.input_processor, .vllm_config, .tokenizer.
+    AsyncMPClient.call_utility_all_async, AsyncLLM.input_processor.
     Why: the live page and the list of sessions need routes in the API server and the scheduler's
     state on request, and the header of sessions a middleware; vLLM's own endpoint plugins are
     loaded only where VLLM_PLUGINS names them. The routes only with --kv-page. Remove when a plugin

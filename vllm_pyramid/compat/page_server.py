@@ -3,9 +3,9 @@
 
 Target: `vllm.entrypoints.launchers.app.attach_endpoint_plugins`, which is called when all routes of
 the server are in place; a method that is added to `EngineCore`, which front ends call as they call
-its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`, `.vllm_config` and
-`.tokenizer`. Why: vLLM loads plugins with endpoints only where `VLLM_PLUGINS` names them, and then
-no others. Remove when a plugin can add routes by a flag.
+its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`. Why: vLLM loads
+plugins with endpoints only where `VLLM_PLUGINS` names them, and then no others. Remove when a
+plugin can add routes by a flag.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_PAGE, _PROMPT = "vllm_pyramid_page", "vllm_pyramid_prompt"
+_PAGE = "vllm_pyramid_page"
 
 
 def is_server() -> bool:
@@ -60,27 +60,14 @@ def settings_of(args: Namespace) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-def install_engine(*, shows_prompts: bool) -> None:
-    """Let front ends call `page_data` of this process's scheduler. Idempotent.
-
-    Args:
-        shows_prompts: whether they may ask for the prompts of its requests, too.
-    """
+def install_engine() -> None:
+    """Let front ends call `page_data` of this process's scheduler. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     def vllm_pyramid_page(self: Any) -> str:
         return json.dumps(self.scheduler.page_data())
 
-    def vllm_pyramid_prompt(self: Any, request_id: str) -> str:
-        request = self.scheduler.requests.get(request_id)
-        if request is None:
-            return json.dumps(None)
-        # A prompt of embeddings has no tokens.
-        return json.dumps(request.prompt_token_ids or [])
-
     setattr(EngineCore, _PAGE, vllm_pyramid_page)
-    if shows_prompts:
-        setattr(EngineCore, _PROMPT, vllm_pyramid_prompt)
 
 
 async def ask_engines(engine_client: Any) -> list[dict[str, Any]]:
@@ -89,59 +76,25 @@ async def ask_engines(engine_client: Any) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: the engines run in this process, or have ended.
     """
-    return await _ask(engine_client, _PAGE)
-
-
-async def ask_prompt(engine_client: Any, request_id: str) -> list[int] | None:
-    """Return the tokens of a request's prompt, empty for embeddings; None if it does not run.
-
-    Raises:
-        RuntimeError: as of `ask_engines`.
-    """
-    answers = await _ask(engine_client, _PROMPT, request_id)
-    return next((tokens for tokens in answers if tokens is not None), None)
-
-
-async def _ask(engine_client: Any, method: str, *args: Any) -> list[Any]:
-    """Call a method of every engine of a front end."""
     ask = getattr(engine_client.engine_core, "call_utility_all_async", None)
     if ask is None:
         raise RuntimeError("the engine runs in the front end's process, which has no such call")
-    return [json.loads(text) for text in await ask(method, *args)]
+    return [json.loads(text) for text in await ask(_PAGE)]
 
 
 def is_authorized(app: Any, headers: Any) -> bool:
     """Return whether a request has one of the server's API keys; True where it has none."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    keys = keys_of(app.state.args)
+    keys = _keys_of(app.state.args)
     return not keys or AuthenticationMiddleware(app, keys).verify_token(headers)
 
 
-def keys_of(args: Namespace) -> list[str]:
+def _keys_of(args: Namespace) -> list[str]:
     """Return the API keys of a server."""
     from vllm import envs
 
     return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
-
-
-def lacks_key(args: Namespace) -> bool:
-    """Return whether parsed arguments are those of an API server without a key.
-
-    A host without an API server (`--headless`) needs none.
-    """
-    is_server = hasattr(args, "api_key") and not getattr(args, "headless", False)
-    return is_server and not keys_of(args)
-
-
-def ranks_of(engine_client: Any) -> int:
-    """Return how many ranks share the KV heads of a layer."""
-    return int(engine_client.vllm_config.parallel_config.tensor_parallel_size)
-
-
-def tokenizer_of(engine_client: Any) -> Any:
-    """Return the tokenizer of an API server; None without one (`--skip-tokenizer-init`)."""
-    return engine_client.tokenizer
 
 
 def input_processor_of(engine_client: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vllm_pyramid.frontend.settings import PAGE_KEY, PROMPTS_KEY, REPORT_KEY, KVSettings
+from vllm_pyramid.frontend.settings import PAGE_KEY, REPORT_KEY, KVSettings
 from vllm_pyramid.policy.overrides import OVERRIDES
 from vllm_pyramid.policy.served_settings import asks_for_policy
 
@@ -108,11 +108,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "layer by layer. Its data need the API key, if the server has one. It costs nothing while "
         "it is closed.",
     },
-    PROMPTS_KEY: {
-        "action": "store_true",
-        "help": "With --kv-page, --kv-trace and --api-key: the live page shows words of running "
-        "requests, shaded by what was kept of them, to everyone with the key.",
-    },
 }
 
 
@@ -146,15 +141,7 @@ def take_flags(namespace: argparse.Namespace) -> None:
     hides_cached = getattr(namespace, "enable_prompt_tokens_details", None) is False
     if hides_cached and asks_for_policy(config):
         namespace.additional_config = {REPORT_KEY: False, **config}
-    settings = KVSettings.from_additional_config(namespace.additional_config)
-    if settings is not None and settings.kv_page_prompts:
-        from vllm_pyramid.compat.page_server import lacks_key
-
-        if lacks_key(namespace):
-            raise ValueError(
-                "--kv-page-prompts shows prompts to those with the server's API key, and it has "
-                "none: give --api-key or VLLM_API_KEY"
-            )
+    KVSettings.from_additional_config(namespace.additional_config)
 
 
 def _move_flags(namespace: argparse.Namespace) -> None:

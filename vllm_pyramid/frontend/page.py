@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live page of the API server: `/pyramid`, and its numbers at `/pyramid/data`.
 
-With `--kv-page-prompts` it has the words of running requests, too (`/pyramid/prompt`).
-
 With the page come the operator's lists: sessions (`/pyramid/sessions`) and applications whose
 answers are compared (`/pyramid/shadow`). `DELETE` forgets the former, and restores the latter.
 
@@ -22,14 +20,8 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from vllm_pyramid.compat.page_server import (
-    ask_engines,
-    input_processor_of,
-    is_authorized,
-    keys_of,
-)
+from vllm_pyramid.compat.page_server import ask_engines, input_processor_of, is_authorized
 from vllm_pyramid.frontend.follow_sessions import sessions_of
-from vllm_pyramid.frontend.prompt_words import PromptWords
 from vllm_pyramid.frontend.shadow import shadow_of
 from vllm_pyramid.version import __version__
 
@@ -81,12 +73,8 @@ class LiveData:
             return self._answer
 
 
-def attach(app: FastAPI, words: PromptWords | None) -> None:
-    """Add the routes to an API server.
-
-    Args:
-        words: of prompts, for the page to show; None if it may not.
-    """
+def attach(app: FastAPI) -> None:
+    """Add the routes to an API server."""
     router, live, text = APIRouter(include_in_schema=False), LiveData(), _page()
 
     @router.get(PATH)
@@ -97,26 +85,8 @@ def attach(app: FastAPI, words: PromptWords | None) -> None:
     @_with_key
     async def data(request: Request) -> Any:
         try:
-            found = await live.get(request.app.state.engine_client)
+            return await live.get(request.app.state.engine_client)
         except Exception as error:  # vLLM's own for an engine that has ended
-            return _refuse(503, f"the engine does not answer: {error}")
-        return {**found, "prompts": words is not None}
-
-    @router.get(f"{PATH}/prompt")
-    @_with_key
-    async def prompt(request: Request) -> Any:
-        if words is None:
-            return _refuse(404, "this server does not show prompts (--kv-page-prompts)")
-        if not keys_of(request.app.state.args):
-            return _refuse(401, "prompts are shown by a server with an API key alone")
-        (name,) = _parameters(request, "request")
-        if not name:
-            raise _WrongParameterError("say which: ?request=ID")
-        try:
-            return await words.get(request.app.state.engine_client, name)
-        except LookupError as error:
-            return _refuse(404, str(error))
-        except Exception as error:
             return _refuse(503, f"the engine does not answer: {error}")
 
     @router.get(f"{PATH}/sessions")
@@ -147,7 +117,7 @@ def attach(app: FastAPI, words: PromptWords | None) -> None:
 
     @router.get(PATH + "/{rest:path}")
     async def elsewhere(rest: str) -> Response:
-        names = ("data", "prompt", "sessions", "shadow")
+        names = ("data", "sessions", "shadow")
         there = f"there are {PATH} and, below it, {', '.join(names)}"
         return _refuse(404, f"{there}, and no {rest[:80]!r}")
 
@@ -158,7 +128,7 @@ def _page() -> str:
     """Return the page, with its style and scripts inside."""
     folder = files(__package__).joinpath("live_page")
     text = folder.joinpath("index.html").read_text(encoding="utf-8")
-    for name in ("style.css", "words.js", "page.js"):
+    for name in ("style.css", "page.js"):
         part = folder.joinpath(name).read_text(encoding="utf-8")
         assert text.count(f"/*{name}*/") == 1
         text = text.replace(f"/*{name}*/", part)

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
 from vllm_pyramid.frontend import page, shadow
 from vllm_pyramid.frontend.follow_sessions import SessionHeader
-from vllm_pyramid.frontend.prompt_words import PromptWords
-from vllm_pyramid.frontend.settings import PAGE_KEY, PROMPTS_KEY
+from vllm_pyramid.frontend.settings import PAGE_KEY
 
 
 def attach(app: FastAPI, settings: Mapping[str, Any]) -> None:
@@ -24,7 +22,4 @@ def attach(app: FastAPI, settings: Mapping[str, Any]) -> None:
     app.add_middleware(SessionHeader)
     shadow.use_client(lambda: getattr(app.state, "engine_client", None))
     if settings.get(PAGE_KEY) is True:
-        words = None
-        if settings.get(PROMPTS_KEY) is True:
-            words = PromptWords(Path(settings["kv_trace"]).expanduser())
-        page.attach(app, words)
+        page.attach(app)

@@ -62,8 +62,6 @@ CONFIG_KEYS = (
 REPORT_KEY = "kv_report_cached"
 # The flag `--kv-page` of a server: the live page. An engine without a server has none.
 PAGE_KEY = "kv_page"
-# The flag `--kv-page-prompts` of a server: the page shows the words of prompts, too.
-PROMPTS_KEY = "kv_page_prompts"
 # The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
@@ -101,7 +99,6 @@ class KVSettings:
             `DEFAULT_SESSION_TTL`.
         kv_report_cached: whether each response says what the cache held for its request.
         kv_page: whether the API server shows the live page.
-        kv_page_prompts: whether the page shows the words of prompts.
         kv_shadow: the share of requests whose answers are compared with the whole cache's.
         kv_shadow_floor: the agreement below which an application runs with the whole cache.
     """
@@ -123,7 +120,6 @@ class KVSettings:
     kv_session_ttl: float | str | None = None
     kv_report_cached: bool = True
     kv_page: bool = False
-    kv_page_prompts: bool = False
     kv_shadow: float | str | None = None
     kv_shadow_floor: float | str | None = None
 
@@ -140,14 +136,8 @@ class KVSettings:
             )
         if not isinstance(self.kv_report_cached, bool):
             raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
-        for key in (PAGE_KEY, PROMPTS_KEY):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"{key} must be true or false, not {getattr(self, key)!r}")
-        if self.kv_page_prompts and not (self.kv_page and self.kv_trace):
-            raise ValueError(
-                "--kv-page-prompts shows on the live page what traces say of prompts: give "
-                "--kv-page and --kv-trace, too, or leave it out"
-            )
+        if not isinstance(self.kv_page, bool):
+            raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
         if self.kv_page and self.kv_policy == NO_POLICY:
             raise ValueError(
                 "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
@@ -192,11 +182,6 @@ class KVSettings:
             check_shadow(self, self._loaded_policy, self._overrides)
         if self.kv_keep is not None:
             self._check_keep(self._loaded_policy)
-        if self.kv_page_prompts and not self._loaded_policy.evicts:
-            raise ValueError(
-                f"--kv-page-prompts shows what is kept of prompts, and {self.kv_policy!r} keeps "
-                "every token: leave it out"
-            )
         if self.kv_min_tokens and not self._loaded_policy.has_budget:
             own = "gives each KV head a length of its own"
             raise ValueError(
@@ -238,7 +223,7 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, PROMPTS_KEY, *SHADOW_KEYS)
+        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, *SHADOW_KEYS)
         refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
@@ -256,7 +241,8 @@ class KVSettings:
         """Return our keys for `additional_config`, without those that are not set."""
         values = {key: getattr(self, key) for key in CONFIG_KEYS}
         given = {key: value for key, value in values.items() if value not in (None, {})}
-        given |= {key: True for key in (PAGE_KEY, PROMPTS_KEY) if getattr(self, key)}
+        if self.kv_page:
+            given[PAGE_KEY] = True
         shadow = {key: getattr(self, key) for key in SHADOW_KEYS}
         given |= {key: value for key, value in shadow.items() if value is not None}
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
@@ -312,7 +298,6 @@ class KVSettings:
             turn_mode=self.kv_turn_mode or RESUME,
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
-            page_prompts=self.kv_page_prompts,
             shadow=parse_share(self.kv_shadow, "kv_shadow"),
             shadow_floor=parse_share(self.kv_shadow_floor, "kv_shadow_floor"),
         )

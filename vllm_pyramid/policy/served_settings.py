@@ -59,7 +59,7 @@ class ServedSettings:
         shadow: the share of requests whose answers are compared with the whole cache's; None: none.
         shadow_floor: the agreement below which an application runs with the whole cache;
             None: none does.
-        page: whether the API server shows the live page. page_prompts: with words of prompts.
+        page: whether the API server shows the live page.
     """
 
     policy: Policy
@@ -81,7 +81,6 @@ class ServedSettings:
     shadow: float | None = None
     shadow_floor: float | None = None
     page: bool = False
-    page_prompts: bool = False
 
     def as_data(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

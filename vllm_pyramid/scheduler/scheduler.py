@@ -130,7 +130,7 @@ class PyramidSchedulerMixin(Reports):
         # Requests that may come to their first eviction in the step being scheduled.
         self._evicting: list[Request] = []
         if settings.page:
-            page_server.install_engine(shows_prompts=settings.page_prompts)
+            page_server.install_engine()
         self.log_capacity(self._pool.block_size)
 
     def _add_host_cache(self, num_bytes: int, settings: ServedSettings) -> None:

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+"use strict";
 const EVERY = 1000, MOST = 600, MOVE = 500;
 const at = id => document.getElementById(id);
 const address = name => location.pathname.replace(/\/?$/, "/") + name;
-let paused = false, history = [], last = null, open = null, hits = null, agreement = null, frames = 0;
+let paused = false, history = [], open = null, hits = null, agreement = null, frames = 0;
 const cards = new Map();
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -85,7 +86,6 @@ function take(data) {
   if (history.length > MOST) history.shift();
   const since = history[Math.max(0, history.length - 6)];
   const rate = name => now.time > since.time ? (now[name] - since[name]) / (now.time - since.time) : 0;
-  last = data;
   const failed = total(data, e => added(Object.values(e.stats.failed_requests || {})));
   const further = [], seen = total(data, e => e.stats.pages_visible || 0);
   if (seen) further.push(["pages read", `${(100 * total(data, e => e.stats.pages_read) / seen).toFixed(1)} %`]);
@@ -103,7 +103,6 @@ function take(data) {
   at("policy").textContent = [...new Set(data.engines.map(e => e.policy.join(", budget ")))].join("; ");
   requests(data);
   drawHistory();
-  if (open) askWords(open);
 }
 
 function tiles(values) {
@@ -238,12 +237,8 @@ function strip(canvas, request, most, height) {
 // An opened request that has ended stays as it was last, until it is closed.
 function show(card) {
   open = card;
-  at("words").hidden = true;
-  at("text").replaceChildren();
   at("one").showModal();
   requestAnimationFrame(animate);
-  if (card.words) spell(card);
-  else askWords(card);
 }
 
 function large(card, moment) {
@@ -252,8 +247,7 @@ function large(card, moment) {
     (request.budget === null ? "" : `, budget ${number(request.budget)} tokens`) +
     `; prompt ${number(request.prompt)}, generated ${number(request.generated)}, shared ${number(request.shared)}` +
     (request.host[1] ? `, from the host cache ${number(request.host[1] - request.host[0])}` : "");
-  const height = last.prompts ? 120 : 240;
-  strip(at("large"), shown(card, moment), Math.max(64, request.prompt + request.generated), height);
+  strip(at("large"), shown(card, moment), Math.max(64, request.prompt + request.generated), 240);
   const table = at("layers");
   table.replaceChildren();
   const head = make("tr", undefined, table);
@@ -286,8 +280,6 @@ at("theme").onclick = flip;
 at("pause").onclick = pause;
 at("close").onclick = () => at("one").close();
 at("one").onclose = () => { if (!at("one").open) open = null; };
-at("layer").oninput = shade;
-at("text").onmouseover = event => { if (event.target.dataset.token) point(event.target); };
 at("ask").onsubmit = event => {
   event.preventDefault();
   sessionStorage.setItem("vllm-pyramid-key", at("key").value);
@@ -298,10 +290,8 @@ document.onkeydown = event => {
   const here = list.indexOf(document.activeElement);
   if (key === "d") flip();
   else if (key === "p") pause();
-  else if (open) {  // the arrows scroll
-    if (key !== "j" && key !== "k") return;
-    point(null, key === "j" ? 1 : -1);
-  } else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
+  else if (open) return;  // the arrows scroll
+  else if (key === "arrowdown" || key === "arrowright") list[Math.min(list.length - 1, here + 1)]?.focus();
   else if (key === "arrowup" || key === "arrowleft") list[Math.max(0, here - 1)]?.focus();
   else return;
   event.preventDefault();

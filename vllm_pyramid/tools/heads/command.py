@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
         "recent": RECENT if args.recent is None else args.recent,
     }
     model = HeadModel(args.model)
-    texts = token_ids(args.model, prompts)
+    texts = _token_ids(args.model, prompts)
     if published is None:
         if args.probe != "mean":
             _check_room(Repeated(), model)
@@ -215,7 +215,7 @@ def _check_room(probe: Repeated, model: HeadModel) -> None:
         )
 
 
-def token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the prompts as token ids; the tokenizer is loaded if one is a text."""
     if all("prompt_token_ids" in prompt for prompt in prompts):
         return [list(prompt["prompt_token_ids"]) for prompt in prompts]
