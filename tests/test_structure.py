@@ -225,6 +225,7 @@ def _defined_in_vllm() -> frozenset[str]:
     return frozenset(n for n in found if n.startswith("_") and not n.startswith("__"))
 
 
+@pytest.mark.long  # reads vLLM's sources
 def test_private_names_of_vllm_stand_in_compat_only() -> None:
     own, theirs = _own_names(), _defined_in_vllm()
     for module, tree in trees().items():

@@ -19,7 +19,7 @@ import torch
 
 from tests.plumbing.server import Server, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 LAYERS = 8
 BLOCK = 16

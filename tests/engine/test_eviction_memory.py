@@ -19,6 +19,7 @@ pytestmark = pytest.mark.engine
 LONGEST, SHORT, REQUESTS, HEADS = 4080, 96, 320, 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["snapkv-expected", "snapkv"])
 def test_one_longest_prompt_with_the_most_short_ones(
     engines: EnginePool,

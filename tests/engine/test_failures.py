@@ -74,6 +74,7 @@ def test_others_get_the_tokens_that_they_get_alone(
     engine.check_whole()
 
 
+@pytest.mark.slow
 def test_over_http(random_model: Path, own_module: Path, tmp_path: Path) -> None:
     flags = ["--kv-policy", str(own_module / "cursed.yaml"), "--enforce-eager"]
     flags += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)]

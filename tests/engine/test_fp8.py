@@ -290,6 +290,7 @@ def test_prefixes_and_preemption(engines: EnginePool, tiny_model: Callable[[str]
     assert runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.slow
 def test_half_the_memory(engines: EnginePool, tiny_model: Callable[[str], Path]) -> None:
     """Twice the blocks of bfloat16 in the same memory, and nearly twice the requests at once."""
     shape: dict[str, Any] = {

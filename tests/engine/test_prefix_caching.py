@@ -61,7 +61,10 @@ COMPILED = ("pyramidkv", "xkv", "kcache", "select")
 
 @pytest.mark.parametrize(
     ("policy", "compiled"),
-    [*((policy, False) for policy in POLICIES), *((policy, True) for policy in COMPILED)],
+    [
+        *((policy, False) for policy in POLICIES),
+        *(pytest.param(policy, True, marks=pytest.mark.slow) for policy in COMPILED),
+    ],
 )
 def test_tokens_and_what_is_kept_are_those_without_it(
     engines: EnginePool,

@@ -47,7 +47,11 @@ def _settings(policy: str = "snapkv", **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "compiled"), [*((policy, False) for policy in POLICIES), ("snapkv", True)]
+    ("policy", "compiled"),
+    [
+        *((policy, False) for policy in POLICIES),
+        pytest.param("snapkv", True, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_and_what_is_kept_are_those_without_it(
     engines: EnginePool,

@@ -53,6 +53,7 @@ def test_tokens_and_what_is_kept_are_those_without_it(
     found[0].check_same(found[1])
 
 
+@pytest.mark.slow
 def test_a_state_ends_anywhere_in_a_block(engines: EnginePool, tmp_path: Path) -> None:
     """Its window begins at the block's edge, before what the request saw at its own end."""
     model = make_family("gemma3", tmp_path / "gemma3")

@@ -84,6 +84,7 @@ def answers(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list
     return [outcome.token_ids for outcome in outcomes]
 
 
+@pytest.mark.slow
 def test_short_chats_are_answered_as_by_the_whole_cache(
     engine: Engine, prompts: list[list[int]]
 ) -> None:
@@ -96,6 +97,7 @@ def test_short_chats_are_answered_as_by_the_whole_cache(
     assert bare != whole, "without the floor a share of a short chat loses it"
 
 
+@pytest.mark.slow
 def test_long_chats_are_evicted_to_no_less_than_the_floor(
     engine: Engine, prompts: list[list[int]]
 ) -> None:

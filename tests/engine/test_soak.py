@@ -154,8 +154,14 @@ def _changed(
 @pytest.mark.parametrize(
     "policy",
     [
-        *("pyramidkv", "xkv", "h2o", "scissorhands", "pyramidinfer", "thin_generated"),
-        *("duoattention", *SELECTING),
+        *("pyramidkv", "xkv"),
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in (
+                *("h2o", "scissorhands", "pyramidinfer", "thin_generated", "duoattention"),
+                *SELECTING,
+            )
+        ),
     ],
 )
 def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: str) -> None:

@@ -233,6 +233,7 @@ def test_windows_beside_it(engines: EnginePool, tmp_path: Path) -> None:
     _check(engines, make_family("gemma3", tmp_path / "gemma3"), POLICIES["snapkv"])
 
 
+@pytest.mark.slow
 def test_drafting_leaves_the_threads_alone(
     engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

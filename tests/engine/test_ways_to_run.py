@@ -35,6 +35,7 @@ def eager_tokens(engines: EnginePool, random_model: Path) -> list[list[int]]:
     return [run.token_ids for run in engine.generate(_prompts(), greedy(16))]
 
 
+@pytest.mark.slow
 def test_stock_llm_with_the_engine_in_its_own_process(
     engines: EnginePool,
     random_model: Path,
@@ -90,6 +91,7 @@ def compiler_cache(engines: EnginePool, tmp_path: Path) -> Iterator[None]:
         engines.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler_cache")
 def test_compiled(engines: EnginePool, random_model: Path, eager_tokens: list[list[int]]) -> None:
     """torch.compile: the same tokens, and the evictions happen."""
@@ -112,6 +114,7 @@ THINNED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler_cache")
 def test_compiled_where_prompts_are_thinned(
     engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
