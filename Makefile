@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray test test-fast test-gpu soak fuzz attack-cost lint docs format wheel \
+.PHONY: help setup demo smollm2 models ray test test-fast test-lab test-gpu soak fuzz attack-cost lint docs format wheel \
   build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
@@ -57,6 +57,9 @@ test: lint docs smollm2 ray  ## Lint, the site, all tests that need no GPU (50 t
 test-fast: $(STAMP)  ## Tests without an engine, for use while editing (3 minutes on two cores).
 	$(TEST_ENV) $(PY) -m pytest -m "cpu and not long" -n $(TEST_JOBS) --dist loadfile \
 	  --no-loadscope-reorder -q $(PYTEST_ARGS)
+
+test-lab: $(STAMP)  ## Tests of the studies in lab/.
+	$(TEST_ENV) $(PY) -m pytest lab/tests -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
@@ -153,5 +156,5 @@ sanitize-threads: $(STAMP)  ## Tests of the C++ kernels under ThreadSanitizer.
 
 clean:  ## Remove .venv and everything that was built.
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find vllm_pyramid tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find vllm_pyramid tests lab scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find vllm_pyramid -name '*.so' -delete

@@ -21,9 +21,10 @@ SOURCE_SUFFIXES = {".py", ".sh", ".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh", ".y
 
 
 def sources() -> list[Path]:
-    folders = ("vllm_pyramid", "csrc", "configs", "scripts", "tests", "examples")
+    folders = ("vllm_pyramid", "csrc", "configs", "scripts", "tests", "lab", "examples")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    return [ROOT / "setup.py", *(p for p in found if p.is_file() and p.suffix in SOURCE_SUFFIXES)]
+    loose = (ROOT / "setup.py", ROOT / "conftest.py")
+    return [*loose, *(p for p in found if p.is_file() and p.suffix in SOURCE_SUFFIXES)]
 
 
 def test_the_list_of_packages_is_complete() -> None:

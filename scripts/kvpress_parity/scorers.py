@@ -152,7 +152,7 @@ def made_up(shape: tuple[int, int, int, int], seed: int) -> Layer:
 
 def of_model(folder: Path, ids: list[int]) -> Iterator[Layer]:
     """Yield every full-attention layer of a model, on a prompt."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "method_study"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "lab" / "method_study"))
     from model import Model
 
     model = Model(folder)

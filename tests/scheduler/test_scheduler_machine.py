@@ -69,7 +69,7 @@ LIMITS = settings(
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
-# The first round lives other lives in every run (`seed` of tests/conftest.py). What a variant is
+# The first round lives other lives in every run (`seed` of conftest.py). What a variant is
 # for may be rare: up to `ROUNDS` rounds follow, of known lives, until it has been seen.
 ROUNDS = 14
 OVERRIDES: tuple[dict[str, Any] | None, ...] = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts of `scripts/method_study` as modules, and a step of noise for them."""
+"""The scripts of `lab/method_study` as modules, and a step of noise for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
+FOLDER = Path(__file__).parents[1] / "method_study"
 
 
 @contextmanager

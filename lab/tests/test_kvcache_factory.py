@@ -31,7 +31,7 @@ from vllm_pyramid.tools.eval.haystack import load_tokens, topics
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
-STUDY = Path(__file__).parents[2] / "scripts" / "method_study"
+STUDY = Path(__file__).parents[1] / "method_study"
 TOKENS, LAYERS, WINDOW = 1300, 30, 8
 # Of 580 tokens beyond the window, 29 are a twentieth, and 30 layers fall by 38 each: nothing is
 # rounded in either definition of the pyramid.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/method_study/tables.py`: it measures tables of a YAML file and goes on where it stopped.
+"""`lab/method_study/tables.py`: it measures tables of a YAML file and goes on where it stopped.
 
 On the built-in model. The packaged file of tables is read, and every name in it is known.
 """
@@ -29,7 +29,7 @@ from vllm_pyramid.tools.eval.variants import parse_variants
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
-FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
+FOLDER = Path(__file__).parents[1] / "method_study"
 SMALL = {
     "small": {
         "title": "A small table",

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write prompts of the study's tasks as JSON Lines, as `vllm-pyramid calibrate` reads them.
 
-    .venv/bin/python scripts/method_study/write_prompts.py --out prompts.jsonl --seed 39
+    .venv/bin/python lab/method_study/write_prompts.py --out prompts.jsonl --seed 39
 
 Take a seed that the tables do not have: what is measured must not be what was calibrated on.
 """

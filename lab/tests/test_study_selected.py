@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages, masks of heads and reserves in `scripts/method_study`, against the engine's own rules."""
+"""Pages, masks of heads and reserves in `lab/method_study`, against the engine's own rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tools.eval.study_scripts import Sizes, step_of_noise, study_scripts
+from lab.tests.study_scripts import Sizes, step_of_noise, study_scripts
 from vllm_pyramid.kernels import reference_pages
 from vllm_pyramid.kernels.page_records import PageBatch
 from vllm_pyramid.kernels.records import Softmax

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.eval.study_scripts import study_scripts
+from lab.tests.study_scripts import study_scripts
 from vllm_pyramid.frontend.chat_template import MarkedChat, template_spans
 from vllm_pyramid.tools.eval.haystack import Tokens
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure and print every table of a YAML file; stopped, the same command goes on.
 
-    .venv/bin/python scripts/method_study/tables.py run --out FOLDER [--minutes 60] [TABLE ...]
-    .venv/bin/python scripts/method_study/tables.py show --out FOLDER [TABLE ...]
+    .venv/bin/python lab/method_study/tables.py run --out FOLDER [--minutes 60] [TABLE ...]
+    .venv/bin/python lab/method_study/tables.py show --out FOLDER [TABLE ...]
 
 FOLDER gets study.csv, a line for each prompt, method and budget; a folder of `vllm-pyramid eval`
 for each table of the engine; tables.md, which `show` writes.

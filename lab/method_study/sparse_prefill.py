@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sparse prefill computes and what it costs: gate (f) of docs/results/gates.md.
 
-    .venv/bin/python scripts/method_study/sparse_prefill.py --model smollm2 --lengths 4000 7900
+    .venv/bin/python lab/method_study/sparse_prefill.py --model smollm2 --lengths 4000 7900
 
 A prompt is prefilled twice: with its whole attention, and with the tiles that XAttention chooses.
 The lowest two layers and the prompt's last tiles stay dense, as the design has it. Printed are the

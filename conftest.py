@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of all tests. vLLM is not imported here: most tests do not need it (8 seconds)."""
+"""Settings of all tests, in tests/ and lab/. vLLM is not imported: most do not need it (8 s)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.enable()  # one that a test started
     pretend_avx2()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        paths = [str(Path(__file__).parent / "plumbing" / "site"), os.environ.get("PYTHONPATH", "")]
+        site = Path(__file__).parent / "tests" / "plumbing" / "site"
+        paths = [str(site), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     prepared.environment()
 

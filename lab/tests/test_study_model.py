@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/method_study/model.py` against Transformers' own attention, on small random models."""
+"""`lab/method_study/model.py` against Transformers' own attention, on small random models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 
 pytestmark = pytest.mark.cpu
 
-FOLDER = Path(__file__).parents[3] / "scripts" / "method_study"
+FOLDER = Path(__file__).parents[1] / "method_study"
 PROMPT, BEHIND, WINDOW = 90, 12, 16
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

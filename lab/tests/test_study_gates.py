@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gates of `scripts/method_study`: their ways of attending against attention written out."""
+"""The gates of `lab/method_study`: their ways of attending against attention written out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.tools.eval.study_scripts import Sizes, step_of_noise, study_scripts
+from lab.tests.study_scripts import Sizes, step_of_noise, study_scripts
 
 pytestmark = pytest.mark.cpu
 
