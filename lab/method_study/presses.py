@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from model import Kept, Model, Recorded
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "kvpress_parity"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 import scorers
 
 KVPRESS = "0.5.5"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do our scorers rank keys as kvpress's presses do, on the same keys, values and queries?
 
-    .venv/bin/python scripts/kvpress_parity/scorers.py FOLDER [--model MODEL]
+    .venv/bin/python lab/parity/scorers.py FOLDER [--model MODEL]
 
 FOLDER holds the unpacked wheel of kvpress 0.5.5 (`pip download kvpress==0.5.5 --no-deps`). Its
 press modules are imported as they are, past the package's `__init__`, which asks for another
@@ -152,7 +152,7 @@ def made_up(shape: tuple[int, int, int, int], seed: int) -> Layer:
 
 def of_model(folder: Path, ids: list[int]) -> Iterator[Layer]:
     """Yield every full-attention layer of a model, on a prompt."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "lab" / "method_study"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "method_study"))
     from model import Model
 
     model = Model(folder)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our scorers keep the tokens that kvpress's presses keep, on a real model's keys and queries.
 
-`scripts/kvpress_parity/scorers.py` is what compares; here it runs on noise and on every third layer
+`lab/parity/scorers.py` is what compares; here it runs on noise and on every third layer
 of SmolLM2. `make smollm2` installs both.
 """
 
@@ -21,7 +21,7 @@ from vllm_pyramid.tools.eval.haystack import load_tokens, topics
 
 pytestmark = [pytest.mark.cpu, pytest.mark.long]
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kvpress_parity" / "scorers.py"
+SCRIPT = Path(__file__).parents[1] / "parity" / "scorers.py"
 TOKENS = 700
 
 

@@ -3,7 +3,7 @@
 """Does `rest-kv` keep the tokens that its authors' code keeps, on the same keys, values, queries?
 
     git clone https://github.com/an-yongqi/rest-kv FOLDER  # read at commit a8bb112
-    .venv/bin/python scripts/rest_kv_parity.py FOLDER
+    .venv/bin/python lab/parity/rest_kv.py FOLDER
 
 The class `RestKVCluster` of FOLDER's `restkv/restkv_utils.py` runs as it is, with the settings
 that their scripts pass for the published results, on made-up float32 tensors. Its scores are what
