@@ -21,6 +21,7 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "vllm_pyramid").rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "lab").rglob("*.md"))
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 
 # Subjects that are no thing of the program, and phrases that stand in for a word of the field.

@@ -242,7 +242,6 @@ def test_the_command_writes_a_policy(
         ([200], ["--horizon", "1000000"], "have 1000200 tokens, and the model has"),
         ([200], ["--picture", "p.png"], "--picture does not go with --utility"),
         ([200], ["--engine-args", "{}"], "--engine-args does not go with --utility"),
-        ([200], ["--risk", "0.1"], "--utility does not go with --risk"),
         ([200], ["--heads"], "--utility does not go with --heads"),
     ],
 )

@@ -33,7 +33,7 @@ PROBES = {
     "mean": "mean attention over texts",
 }
 _OTHERS = (
-    *("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk"),
+    *("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args"),
     *("utility", "horizon", "relative"),
 )
 _TOKENS = (8192, 32768)  # of requests whose memory is told

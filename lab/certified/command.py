@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid calibrate --risk`: the smallest budget that hardly disagrees with the whole cache.
+"""`python -m lab.certified`: the smallest budget that hardly disagrees with the whole cache.
 
 The engine answers each prompt with the whole cache, then decodes that answer again with every
 budget. The loss of a prompt is the share of the answer's tokens, but for the first, that another
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,66 +18,86 @@ from typing import Any
 
 import numpy as np
 
-from vllm_pyramid.frontend.setting_values import parse_policy_args
-from vllm_pyramid.policy import AUTO, DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
-from vllm_pyramid.policy.limits import MAX_NAME
-from vllm_pyramid.tools.certified.groups import (
+from lab.certified.groups import (
     Finding,
     Prompt,
     check_enough,
     find_budget,
     group_prompts,
 )
-from vllm_pyramid.tools.certified.risk import Losses
+from lab.certified.risk import Losses
+from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.policy import AUTO, DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
+from vllm_pyramid.policy.limits import MAX_NAME
+from vllm_pyramid.tools.calibrate import checked_output, read_prompts
 from vllm_pyramid.tools.command_parts import (
     Progress,
     names,
     numbers,
     parse_engine_args,
-    refuse_unused,
 )
 
 BUDGETS = "75%,50%,35%,25%,18%,12%,9%,6%"
 CONFIDENCE = 0.9
 ANSWER_TOKENS = 64
-# Flags that belong to --risk alone, and those of the shares that do not go with it.
-OWN_FLAGS = ("confidence", "budgets", "lengths", "answer_tokens")
-_OTHERS = ("kv_budget", "picture", "utility", "horizon", "relative")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of certified budgets to the parser of `calibrate`."""
-    group = parser.add_argument_group("certified budgets", "docs/certified_budgets.md")
-    group.add_argument(
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.certified",
+        description="Finds the smallest budget that hardly disagrees with the whole cache: "
+        "lab/certified/README.md.",
+    )
+    parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE.jsonl",
+        help='one JSON object a line, with "prompt" (text) or "prompt_token_ids"',
+    )
+    parser.add_argument("--kv-policy", help="a policy that evicts (default auto)")
+    parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.yaml", help="the policy")
+    parser.add_argument(
+        "--engine-args",
+        metavar="JSON",
+        help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
+    )
+    parser.add_argument(
         "--risk",
         type=float,
+        required=True,
         metavar="R",
         help="look for the smallest budget with which a share of at most R of the answer's tokens "
         "differs from the whole cache's, such as 0.02",
     )
-    group.add_argument(
+    parser.add_argument(
         "--confidence", type=float, metavar="C", help=f"of that statement (default {CONFIDENCE:g})"
     )
-    group.add_argument(
+    parser.add_argument(
         "--budgets",
         metavar="P%%,P%%,...",
         help=f"to be tested (default {BUDGETS})".replace("%", "%%"),
     )
-    group.add_argument(
+    parser.add_argument(
         "--lengths", metavar="N,N,...", help="groups of prompts: up to N tokens each, and longer"
     )
-    group.add_argument(
+    parser.add_argument(
         "--answer-tokens", type=int, metavar="N", help=f"of an answer (default {ANSWER_TOKENS})"
     )
+    return parser
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that would have no effect.
-
-    Raises:
-        ValueError: naming them.
-    """
-    refuse_unused(args, "--risk", OWN_FLAGS, _OTHERS)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0 on success, 2 on wrong input, which one line explains."""
+    args = _parser().parse_args(argv)
+    try:
+        check_vllm()
+        return run(args, read_prompts(Path(args.prompts)), checked_output(args.output))
+    except (ValueError, WrongVLLMError) as error:
+        print(f"lab.certified: error: {error}", file=sys.stderr)
+        return 2
 
 
 def parse_budgets(text: str) -> tuple[str, ...]:
@@ -207,9 +228,9 @@ def policy_text(
     data |= {"name": name, "budget": largest}
     data["description"] = f"{policy.name}, with a certified budget"
     lines = [
-        f"# Made by `vllm-pyramid calibrate --risk {risk:g} --confidence {confidence:g}`: over all",
-        "# prompts like those given, at most that share of the answers' tokens differs from the",
-        "# whole cache's. Each group's own budget, which a request may ask for with kv_budget:",
+        f"# Made by `python -m lab.certified --risk {risk:g} --confidence {confidence:g}`: over",
+        "# all prompts like those given, at most that share of the answers' tokens differs from",
+        "# the whole cache's. Each group's own budget, which a request may ask for with kv_budget:",
     ]
     for finding in findings:
         loss = finding.losses[str(finding.budget)]

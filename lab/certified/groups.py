@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_pyramid.tools.certified.risk import (
+from lab.certified.risk import (
     MOST_PROMPTS,
     Losses,
     certified,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from vllm_pyramid.tools.certified.risk import (
+from lab.certified.risk import (
     MOST_PROMPTS,
     certified,
     least_prompts,

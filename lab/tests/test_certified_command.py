@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid calibrate --risk` without its engines: groups, refusals, the file it writes."""
+"""`python -m lab.certified` without its engines: groups, refusals, the file it writes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_pyramid.policy import load_policy
-from vllm_pyramid.tools.certified import command
-from vllm_pyramid.tools.certified.groups import (
+from lab.certified import command
+from lab.certified.command import main
+from lab.certified.groups import (
     Group,
     Prompt,
     check_enough,
     find_budget,
     group_prompts,
 )
-from vllm_pyramid.tools.certified.risk import least_prompts
-from vllm_pyramid.tools.cli import main
+from lab.certified.risk import least_prompts
+from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
 
@@ -32,7 +32,7 @@ def argv(tmp_path: Path, lines: list[dict[str, Any]], *more: str) -> list[str]:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = str(tmp_path / "mine.yaml")
-    return ["calibrate", "--model", "m", "--prompts", str(file), "-o", output, *more]
+    return ["--model", "m", "--prompts", str(file), "-o", output, *more]
 
 
 def lines(count: int, tokens: int = 5, **more: Any) -> list[dict[str, Any]]:
@@ -144,9 +144,6 @@ def test_nothing_is_written_unless_all_groups_have_a_budget(
         (["--risk", "0.02", "--budgets", "x"], "budget 'x' cannot be read"),
         (["--risk", "0.02", "--budgets", "3"], "too small for policy"),
         (["--risk", "0.02", "--kv-policy", "full"], "no budget to look for"),
-        (["--risk", "0.02", "--kv-budget", "12%"], "--kv-budget does not go with --risk"),
-        (["--confidence", "0.9"], "--confidence without --risk would have no effect"),
-        (["--answer-tokens", "9"], "--answer-tokens without --risk"),
         (["--risk", "0.02", "--lengths", "0"], "not a whole number of at least 1"),
     ],
 )
@@ -155,6 +152,12 @@ def test_mistakes(
 ) -> None:
     assert main(argv(tmp_path, lines(3), *more)) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_risk_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(argv(tmp_path, lines(3)))
+    assert "--risk" in capsys.readouterr().err
 
 
 def test_wrong_applications(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
