@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a sparse prefill computes and what it costs: gate (f) of docs/results/gates.md.
+"""What a sparse prefill computes and what it costs: gate (f) of lab/results/gates.md.
 
     .venv/bin/python lab/method_study/sparse_prefill.py --model smollm2 --lengths 4000 7900
 

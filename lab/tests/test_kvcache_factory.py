@@ -3,7 +3,7 @@
 
 https://github.com/Zefan-Cai/KVCache-Factory, the PyramidKV authors' collection, as of 2026-07-02
 (`pyramidkv/pyramidkv_utils.py`), written anew from reading it, a query head at a time in NumPy and
-float32. What differs between the definitions is in docs/results/kvpress.md.
+float32. What differs between the definitions is in lab/results/kvpress.md.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_every_press_runs_or_is_refused_by_name(installed: None) -> None:
         with pytest.raises(ValueError, match=f"{name} cannot be a scorer here") as error:
             policy_of(name, {})
         assert reason in str(error.value)
-    page = (ROOT / "docs" / "results" / "kvpress.md").read_text()
+    page = (ROOT / "lab" / "results" / "kvpress.md").read_text()
     for name in PRESSES:
         assert f"| `{name}` |" in page
     assert all(f"`{name}`" in page for name in REFUSED)

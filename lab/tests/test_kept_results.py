@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results in docs/results: each has the command that makes it, and a page that names it."""
+"""The rows in docs/results: each has the command that makes it, and a page that names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from vllm_pyramid.tools.cli import _build_parser
 
 pytestmark = pytest.mark.cpu
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*DOCS.rglob("*.md"), *(ROOT / "lab" / "results").glob("*.md")]
 WITH_PEERS = ("one-request", "peers")  # runs of a bench that had programs outside of vLLM too
 
 
@@ -47,7 +49,7 @@ def test_kept_figures_have_the_command_that_makes_them(run: dict[str, str]) -> N
     if "--pool-prompts" in given:
         pools = set(map(float, given["--pool-prompts"].split(",")))
         assert {float(row["pool_prompts"]) for row in rows} == pools
-    pages = [page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md")]
+    pages = [page.read_text(encoding="utf-8") for page in PAGES]
     assert any(f"`{run['run']}`" in text for text in pages), f"no page names {run['run']}"
 
 
