@@ -22,7 +22,7 @@ CHECKED := $(addprefix tests/,plan policy frontend test_structure.py test_plumbi
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray check test test-all test-shard test-fast test-gpu soak fuzz attack-cost lint docs format wheel \
+.PHONY: help setup demo smollm2 models ray check test test-all test-shard test-fast test-lab test-gpu soak fuzz attack-cost lint docs format wheel \
   build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
@@ -61,16 +61,19 @@ test: lint docs smollm2  ## Lint, the site, all tests but the slow ones: for eac
 # What `make test` leaves out: sanitizers, kernels under Triton's interpreter, the second model
 # runner, several ranks and hosts, Ray, compiled models, other libraries, a browser.
 test-all: test ray  ## All tests that need no GPU (an hour and more on two cores).
-	$(PYTEST) -m "(cpu or engine) and slow" --durations=20 $(PYTEST_ARGS)
+	$(PYTEST) tests lab/tests -m "(cpu or engine) and slow" --durations=20 $(PYTEST_ARGS)
 
 # One shard a day: all of them run within SHARDS days.
 SHARDS ?= 14
 SHARD ?= $(shell echo $$(( $$(date +%s) / 86400 % $(SHARDS) )))
 test-shard: $(STAMP) smollm2 ray  ## The slow tests of one shard of SHARDS, chosen by the date (SHARD).
-	$(PYTEST) -m "(cpu or engine) and slow" --shard $(SHARD)/$(SHARDS) --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) tests lab/tests -m "(cpu or engine) and slow" --shard $(SHARD)/$(SHARDS) --durations=10 $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## Tests without an engine, for use while editing (3 minutes on two cores).
 	$(PYTEST) -m "cpu and not long and not slow" -q $(PYTEST_ARGS)
+
+test-lab: $(STAMP)  ## Tests of the studies in lab/.
+	$(TEST_ENV) $(PY) -m pytest lab/tests -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device.
 	$(TEST_ENV) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
@@ -102,7 +105,7 @@ lint: $(STAMP)  ## ruff (rules and format), mypy, and links, licences and packag
 	$(PY) scripts/check_repo.py
 
 docs: $(STAMP)  ## Build the site of docs/ into build/site, offline; a broken link fails.
-	$(PY) -m mkdocs build --strict --quiet
+	$(PY) -m mkdocs build --strict
 	$(PY) scripts/check_repo.py --site build/site
 
 wheel: $(STAMP)  ## Build a source distribution and a manylinux wheel with the kernels into dist/.
@@ -169,5 +172,5 @@ sanitize-threads: $(STAMP)  ## Tests of the C++ kernels under ThreadSanitizer.
 
 clean:  ## Remove .venv and everything that was built.
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find vllm_pyramid tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find vllm_pyramid tests lab scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 	find vllm_pyramid -name '*.so' -delete

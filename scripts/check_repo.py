@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 # Pages of the site that lie in the root of the repository (scripts/site_pages.py).
 ROOT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+LAB = ROOT / "lab"  # the site has no links to it (scripts/site_pages.py)
 DOCUMENTS = [ROOT / "README.md", *(ROOT / name for name in ROOT_PAGES), *sorted(DOCS.rglob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCE_FOLDERS = ("vllm_pyramid", "csrc", "configs", "scripts", "tests", "examples", "lab")
@@ -70,7 +71,9 @@ def broken(path: Path, text: str) -> list[str]:
             wrong.append(f"{target}: there is no such file")
         elif name and (file.suffix != ".md" or name not in anchors(file)):
             wrong.append(f"{target}: there is no such heading")
-        elif path.is_relative_to(DOCS) and not (file.is_relative_to(DOCS) or file in DOCUMENTS[1:]):
+        elif path.is_relative_to(DOCS) and not (
+            file.is_relative_to(DOCS) or file.is_relative_to(LAB) or file in DOCUMENTS[1:]
+        ):
             wrong.append(f"{target}: not a part of the site; write the path as code")
     return wrong
 
@@ -80,7 +83,7 @@ def _name(path: Path) -> str:
 
 
 def check_links() -> Iterator[str]:
-    for path in DOCUMENTS:
+    for path in (*DOCUMENTS, *sorted(LAB.rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         yield from (f"{_name(path)}: {wrong}" for wrong in broken(path, text))
         if re.search(r"@[A-Z]{3,}@|\bTODO\b", text):
@@ -103,7 +106,7 @@ def check_navigation() -> Iterator[str]:
 def check_licences() -> Iterator[str]:
     found = [path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*")]
     files = [p for p in found if p.is_file() and p.suffix in SOURCE_SUFFIXES]
-    for path in [ROOT / "setup.py", *files]:
+    for path in (ROOT / "setup.py", ROOT / "conftest.py", *files):
         lines = path.read_text(encoding="utf-8").splitlines()
         if lines and not any("SPDX-License-Identifier: Apache-2.0" in line for line in lines[:2]):
             yield f"{_name(path)}: begins without SPDX-License-Identifier: Apache-2.0"

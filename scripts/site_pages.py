@@ -4,6 +4,8 @@
 They stay in the root of the repository, where people look for them. Links to and from them are
 those of the repository and are changed to those of the site.
 
+lab/ is no part of the site: a link to it becomes its text, with the path as title.
+
 The theme's switch between light and dark asks for the style sheets of a highlighter, which would be
 loaded from elsewhere and is off: it gets empty ones.
 """
@@ -18,6 +20,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+TO_LAB = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?:\.\./)*(lab/[^)\s]+)\)")
 TO_THEM = re.compile(r"\]\(\.\./((?:\.\./)*(?:CONTRIBUTING|CHANGELOG)\.md)")
 
 
@@ -30,6 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change the links of a page."""
+    markdown = TO_LAB.sub(r'<span title="\2">\1</span>', markdown)
     if page.file.src_uri in PAGES:
         return markdown.replace("](docs/", "](")
     return TO_THEM.sub(r"](\1", markdown)

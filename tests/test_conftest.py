@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm import platforms
 
-from tests import conftest
+import conftest
 
 pytestmark = pytest.mark.cpu
 
@@ -67,7 +67,7 @@ def _draw(folder: Path, *options: str) -> tuple[str, list[str]]:
     """What pytest prints, with `-q` and in CI, and the numbers that a test has drawn."""
     (folder / "test_drawing.py").write_text(DRAWING)
     (folder / "drawn").unlink(missing_ok=True)
-    plugins = ("-p", "tests.conftest", "-p", "no:cacheprovider")
+    plugins = ("-p", "conftest", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", "-q", *plugins, *options, "test_drawing.py"]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "CI": "true", "PYTHONPATH": paths}

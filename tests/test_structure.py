@@ -99,6 +99,12 @@ def test_no_module_imports_itself_through_others_even_lazily() -> None:
     assert not _cycle(graph())
 
 
+def test_the_package_imports_neither_the_lab_nor_tests() -> None:
+    for module, tree in trees().items():
+        foreign = {name.split(".")[0] for name, _ in _imports(tree)} & {"lab", "tests", "scripts"}
+        assert not foreign, f"{module} imports {sorted(foreign)}"
+
+
 # The folders from the bottom up: each imports those before it (docs/structure.md).
 ORDER = [
     *("plan", "kernels", "policy", "step", "compat", "methods"),

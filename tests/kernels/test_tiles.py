@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to chosen tiles against plain arithmetic, and their choice against the study's."""
+"""Attention to chosen tiles against plain arithmetic; `lab/tests` compares their choice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from tests.kernels.arguments import head_sinks
 from tests.kernels.conftest import Batch, build_batch
-from tests.tools.eval.study_scripts import study_scripts
+from tests.kernels.uneven_tiles import uneven
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.gather_tokens import gather_tokens
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.cpu
 
 EachIsa = Callable[[], Iterator[str]]
 SCALE, KEYS, QUERIES = 0.125, 7, 3  # tiles
-STUDY = Path(__file__).parents[2] / "scripts" / "method_study"
 
 
 def made(dtype: torch.dtype = torch.float32, **options: Any) -> Batch:
@@ -158,35 +156,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 # The choice ---------------------------------------------------------------------------------------
-
-
-def uneven(kv_heads: int = 2, group: int = 2, tiles: int = KEYS) -> tuple[torch.Tensor, ...]:
-    """Queries, pages of keys and their order, of which some tiles are worth much more."""
-    generator = torch.Generator().manual_seed(4)
-    tokens = tiles * TILE
-    query = 2 * torch.randn(tokens, kv_heads * group, 32, generator=generator)
-    keys = torch.randn(tokens, kv_heads, 32, generator=generator)
-    common = torch.randn(tiles, kv_heads, 32, generator=generator).repeat_interleave(TILE, dim=0)
-    keys += common
-    query += 2 * common.roll(3 * TILE, 0).repeat_interleave(group, dim=1)
-    blocks = torch.randperm(tokens // 16, generator=generator)
-    cache = torch.empty(tokens // 16, kv_heads, 16, 32)
-    cache[blocks] = keys.unflatten(0, (-1, 16)).transpose(1, 2)
-    return query, keys, cache, blocks.int()
-
-
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (2, 3), (1, 4)])
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.95])
-def test_the_choice_is_the_studys(kv_heads: int, group: int, top_p: float) -> None:
-    query, keys, cache, blocks = uneven(kv_heads, group, tiles=12)
-    with study_scripts(("model", "gates_tiles")) as modules:
-        right = modules["gates_tiles"].chosen_tiles(
-            query.transpose(0, 1), keys.transpose(0, 1), SCALE, top_p, together=True
-        )[::group]
-    found = choose_tiles(query, cache, blocks, SCALE, top_p)
-    assert torch.equal(found.transpose(0, 1), right)
-    share = float(found.sum()) / (kv_heads * 12 * 13 / 2)
-    assert share < 0.98 and found[:, :, 0].all() and found.diagonal(dim1=0, dim2=2).all()
 
 
 def test_the_choice_of_a_tile_depends_on_no_other() -> None:

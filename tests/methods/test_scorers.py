@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scorers against their papers' formulas, written with loops in float64.
 
-On the same keys and queries as kvpress they are compared by `scripts/kvpress_parity/scorers.py`.
+On the same keys and queries as kvpress they are compared by `lab/parity/scorers.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ SECONDS: dict[str, float] = {
     "tests/kernels/test_sanitizers.py": 460.0,
     "tests/kernels/test_triton_matrix.py": 300.0,
     "tests/scheduler/test_scheduler_machine.py": 800.0,
-    "tests/tools/eval/test_quality_tables.py": 300.0,
+    "lab/tests/test_quality_tables.py": 300.0,
     "tests/e2e/test_one_model_on_two_hosts.py": 150.0,
 }
 OTHERS = 60.0

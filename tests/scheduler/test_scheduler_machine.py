@@ -72,7 +72,7 @@ LIMITS = settings(
     suppress_health_check=list(HealthCheck),
 )
 FEW = settings(LIMITS, max_examples=6)
-# The first round lives other lives in every run (`seed` of tests/conftest.py). What a variant is
+# The first round lives other lives in every run (`seed` of conftest.py). What a variant is
 # for may be rare: up to `ROUNDS` rounds follow, of known lives, until it has been seen.
 ROUNDS = 14
 OVERRIDES: tuple[dict[str, Any] | None, ...] = (

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.served_settings import NO_POLICY
-from vllm_pyramid.tools.certified import command as certified
 from vllm_pyramid.tools.command_parts import Progress, has_matplotlib, parse_engine_args
 from vllm_pyramid.tools.heads import command as heads
 
@@ -38,8 +37,8 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "calibrate",
-        help="fit a policy to your prompts: average solved budgets, or certify a budget (--risk); "
-        "or measure which KV heads look far back (--heads)",
+        help="fit a policy to your prompts: average solved budgets; or measure which KV heads "
+        "look far back (--heads)",
     )
     parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
     parser.add_argument(
@@ -50,7 +49,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
     parser.add_argument(
         "--kv-policy",
-        help="a policy that solves budgets (default xkv); with --risk, one that evicts (auto)",
+        help="a policy that solves budgets (default xkv)",
     )
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
     parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
@@ -60,7 +59,6 @@ def add_parser(commands: Any) -> None:
         metavar="JSON",
         help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
     )
-    certified.add_flags(parser)
     heads.add_flags(parser)
     parser.set_defaults(run=run)
 
@@ -224,14 +222,16 @@ def _policy_of(settings: KVSettings) -> Policy:
     return policy
 
 
-def _checked_output(args: argparse.Namespace) -> Path:
-    """Return the path of the policy file, which can be written."""
-    output = Path(args.output)
+def checked_output(name: str, picture: str | None = None) -> Path:
+    """Return the path of the policy file, which can be written.
+
+    Raises:
+        ValueError: its ending is another, or its folder or the picture's does not exist.
+    """
+    output = Path(name)
     if output.suffix not in (".yaml", ".yml"):
-        raise ValueError(
-            f"the output {args.output!r} must end in .yaml, as --kv-policy asks for it"
-        )
-    if not output.parent.is_dir() or (args.picture and not Path(args.picture).parent.is_dir()):
+        raise ValueError(f"the output {name!r} must end in .yaml, as --kv-policy asks for it")
+    if not output.parent.is_dir() or (picture and not Path(picture).parent.is_dir()):
         raise ValueError("the folder of the output or of the picture does not exist")
     return output
 
@@ -249,12 +249,9 @@ def _check_needed(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns 0 on success."""
     heads.check_flags(args)
-    certified.check_flags(args)
     _check_needed(args)
     if args.heads:
         return heads.run(args, read_prompts(Path(args.prompts)) if args.prompts else [])
-    if args.risk is not None:
-        return certified.run(args, read_prompts(Path(args.prompts)), _checked_output(args))
     args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(
@@ -264,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
         kv_policy_args=parse_policy_args(args.kv_policy_args),
     )
     policy = _policy_of(settings)
-    output = _checked_output(args)
+    output = checked_output(args.output, args.picture)
     prompts = read_prompts(Path(args.prompts))
     engine_args = parse_engine_args(args.engine_args)
 

@@ -50,7 +50,7 @@ def refuse_unused(
     """Refuse flags that were given and would have no effect.
 
     Args:
-        flag: of what the command does, such as `--risk`. own: names of flags that belong to it
+        flag: of what the command does, such as `--heads`. own: names of flags that belong to it
             alone. others: names of those that do not go with it.
 
     Raises:

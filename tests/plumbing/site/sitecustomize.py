@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that tests start collect no garbage until vLLM does, and then not what they imported.
 
-Python imports this at its start, because `tests/conftest.py` puts this folder on the path of what
+Python imports this at its start, because `conftest.py` puts this folder on the path of what
 tests start. A process with vLLM has a million objects of imports, which Python looks through many
 times while it imports and twice at its end, and vLLM ten times in an engine's start: half of the
 time of a process that starts one small engine. What engines make is collected as ever.

@@ -215,8 +215,7 @@ def test_the_command_tries_scores_of_query_heads(
     [
         (["--share", "50"], "--share 50 must be at least 0 and at most 1"),
         (["--recent", "0"], "--recent 0 must be at least 1"),
-        (["--kv-policy", "xkv", "--risk", "0.1"], "--kv-policy, --risk does not go with --heads"),
-        (["--lengths", "100"], "--lengths without --risk would have no effect"),
+        (["--kv-policy", "xkv", "--kv-budget", "9"], "--kv-policy, --kv-budget does not go with"),
         (["--mask", "m", "--sinks", "3"], "--output, --sinks does not go with --mask"),
         (["--mask", "m", "--probe", "mean"], "--probe, --output does not go with --mask"),
         (["--prompts", "/nowhere.jsonl"], "cannot read the prompts"),

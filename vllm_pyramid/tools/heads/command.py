@@ -32,7 +32,7 @@ PROBES = {
     "echo": "echo and induction, the larger of both",
     "mean": "mean attention over texts",
 }
-_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "risk")
+_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args")
 _TOKENS = (8192, 32768)  # of requests whose memory is told
 
 
