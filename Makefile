@@ -52,10 +52,10 @@ ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-check: lint  ## Lint, and the tests of plans and policies, which import neither torch nor vLLM (2 minutes).
+check: lint  ## Lint, and the tests of plans, policies and flags, without an engine (2 minutes).
 	$(PYTEST) -m "cpu and not long and not slow" -q $(CHECKED) $(PYTEST_ARGS)
 
-test: lint docs smollm2  ## Lint, the site, all tests but the slow ones: for each change.
+test: lint docs smollm2  ## Lint, the site, all tests but the slow ones (18 minutes on two cores).
 	$(PYTEST) -m "(cpu or engine) and not slow" --durations=20 $(PYTEST_ARGS)
 
 # What `make test` leaves out: sanitizers, kernels under Triton's interpreter, the second model

@@ -20,10 +20,10 @@ from tests.plumbing.shards import shard_members
 from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
 
 MARKS = ("cpu", "engine", "gpu")
-# TEST_BUDGET_SCALE multiplies what a test may take: processors differ, and the slowest one that
-# runs these tests is three times slower than the budgets assume. TEST_TIMES names a folder for
+# TEST_BUDGET_SCALE multiplies what a test may take: processors differ, and a shared one with AVX2
+# alone takes up to four times what the budgets assume. TEST_TIMES names a folder for
 # what each test took.
-BUDGETS = Budgets(float(os.environ.get("TEST_BUDGET_SCALE", "3")))
+BUDGETS = Budgets(float(os.environ.get("TEST_BUDGET_SCALE", "4")))
 
 # Before anything imports vLLM, transformers or torch; children inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -68,6 +68,7 @@ def test_unknown_instruction_set_is_an_error() -> None:
     assert "ValueError: VLLM_PYRAMID_CPU_ISA: unknown instruction set 'sse9'" in result.stderr
 
 
+@pytest.mark.long
 def test_variable_names_another_build(tmp_path: Path) -> None:
     code = "from vllm_pyramid.kernels.cpu import functions as cpu; cpu.available()"
     result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))

@@ -515,6 +515,7 @@ def test_what_is_refused(
 # Queries of pages ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @given(data=st.data())
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
 def test_representatives_do_not_depend_on_steps(data: st.DataObject) -> None:

@@ -221,6 +221,7 @@ ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("learned_sinks", [False, True])
 @pytest.mark.parametrize("kind", list(ORACLES))
 def test_scores_are_the_papers(kind: str, learned_sinks: bool) -> None:

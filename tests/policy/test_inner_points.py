@@ -42,6 +42,7 @@ POLICIES = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=600)
 @given(policy=POLICIES, prompt_len=st.integers(1, 700), block_size=st.sampled_from([1, 4, 16]))
 def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) -> None:
@@ -99,6 +100,7 @@ def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, gene
     assert peak.shape == (LAYERS,) and int(peak.sum()) == max(held)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(policy=POLICIES, longest=st.integers(20, 400))
 def test_the_worst_prompt_is_no_worse(policy: Policy, longest: int) -> None:

@@ -142,6 +142,7 @@ PROPERTY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", PROPERTY)
 def test_nobody_is_preempted_too_soon(variant: str) -> None:
     """What docs/design.md promises where lengths are known holds where prompts share, too."""

@@ -205,6 +205,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_worst_step_stays_within_what_is_reserved(
     monkeypatch: pytest.MonkeyPatch, name: str

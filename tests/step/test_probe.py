@@ -173,6 +173,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.get_num_threads(
 """
 
 
+@pytest.mark.long
 def test_a_process_forked_afterwards_can_compute() -> None:
     """vLLM forks its engine core on CUDA; a pool of threads does not survive that."""
     done = subprocess.run(
