@@ -21,8 +21,8 @@ from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
 
 MARKS = ("cpu", "engine", "gpu")
 # TEST_BUDGET_SCALE multiplies what a test may take: processors differ, and a shared one with AVX2
-# alone takes up to four times what the budgets assume. TEST_TIMES names a folder for
-# what each test took.
+# alone takes up to four times what the budgets assume. TEST_TIMES names a folder for what each
+# test took.
 BUDGETS = Budgets(float(os.environ.get("TEST_BUDGET_SCALE", "4")))
 
 # Before anything imports vLLM, transformers or torch; children inherit them.
@@ -37,7 +37,7 @@ os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="N/M", help="of the slow tests, run those of shard N of M")
+    parser.addoption("--shard", metavar="N/M", help="run shard N of M of the slow tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option

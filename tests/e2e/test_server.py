@@ -370,8 +370,10 @@ def test_what_stays_of_every_chat(random_model: Path, tmp_path: Path) -> None:
         for body, header, reason in (
             ({"kv_budget": "25%"}, None, "'kv_budget' stands at the top level"),
             ({"KV-Budget": "25%"}, None, "'KV-Budget' stands at the top level"),
+            ({"kvBudgt": "25%"}, None, "'kvBudgt' stands at the top level"),
             ({"extra_body": {"vllm_xargs": {"kv_budget": 9}}}, None, "extra_body is an argument"),
             ({**beams, "vllm_xargs": {"kv_budget": 64}}, None, "not work with beam search"),
+            ({**beams, "vllm_xargs": {"kv_budgt": 64}}, None, "'kv_budgt' does not work with beam"),
             (beams, "a", "session 'a' in X-KV-Session does not work with beam search"),
         ):
             headers = {"X-KV-Session": header} if header else {}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,24 @@ def test_other_lengths_under_one_name_have_another_key() -> None:
         assert found is not None
         keys.append(found.keys)
     assert keys[0] == keys[2] and keys[0][1] != keys[1][1]
+
+
+def test_a_state_of_another_size_in_the_host_is_a_miss() -> None:
+    """It would be copied into blocks that it does not fit."""
+    resumed = []
+    for wrong in (False, True):
+        pair = _pair(num_blocks=3 * 40, host_slots=60)
+        said = _say(pair, "first", prompt(70), 21, [])
+        pair.pool.free_blocks(pair.pool.get_new_blocks(pair.pool.get_num_free_blocks()))
+        host = pair.scheduler.coordinator.host_cache
+        assert host is not None and not _states(pair)
+        (base,) = [name for name, entry in host._entries.items() if entry.origin == "first"]
+        if wrong:
+            entry = host._entries[base]
+            host._entries[base] = replace(entry, num_blocks=entry.num_blocks - 1)
+        _say(pair, "second", [*said, *prompt(40, 500)], 4, [70])
+        resumed.append(pair.worker.num_resumed)
+    assert resumed == [1, 0]
 
 
 def test_it_is_dissolved_from_its_end_and_its_survivors_last() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-# Seconds of one test by its mark, and of a file. `long` and `slow` tests have no budget.
+# Seconds of one test by its mark, and of a file's tests together. `long` and `slow` tests have no
+# budget, and do not count for their file.
 OF_A_TEST = {"cpu": 2.0, "engine": 15.0}
 OF_A_FILE = 60.0
 WITHOUT = ("long", "slow")
@@ -52,11 +53,9 @@ class Budgets:
         """
         file = item.nodeid.partition("::")[0]
         self.of_tests[item.nodeid] = seconds
-        if imports:
+        if imports or any(item.get_closest_marker(mark) for mark in WITHOUT):
             return None
         self.of_files[file] += seconds
-        if any(item.get_closest_marker(mark) for mark in WITHOUT):
-            return None
         for mark, most in OF_A_TEST.items():
             if item.get_closest_marker(mark) and seconds > most * self.scale:
                 return f"took {seconds:.1f} s; a test marked {mark} has {most:.0f} s"

@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_pyramid.frontend.follow_sessions import header_session
 from vllm_pyramid.plan.quoted import quoted
-from vllm_pyramid.policy.request_keys import REQUEST_KEYS
+from vllm_pyramid.policy.checks import looks_like_ours
 
 _XARGS, _EXTRA_BODY = "vllm_xargs", "extra_body"
 
@@ -25,14 +25,14 @@ def check_body(unknown: Mapping[str, Any], xargs: Mapping[str, Any], beams: bool
     Raises:
         VLLMValidationError: naming the right place.
     """
-    if misplaced := next((key for key in unknown if _is_ours(key)), None):
+    if misplaced := next(filter(looks_like_ours, unknown), None):
         raise VLLMValidationError(
             f"{quoted(misplaced)} stands at the top level of the body, where it has no effect: put "
             f'it into {_XARGS}, as in {{"{_XARGS}": {{"kv_budget": "25%"}}}}',
             parameter=_XARGS,
         )
     inner = unknown.get(_EXTRA_BODY)
-    if isinstance(inner, Mapping) and any(key == _XARGS or _is_ours(key) for key in inner):
+    if isinstance(inner, Mapping) and any(key == _XARGS or looks_like_ours(key) for key in inner):
         raise VLLMValidationError(
             f"{_EXTRA_BODY} is an argument of OpenAI's Python client, which puts its keys into the "
             f"body; in a body it has no effect: send {_XARGS} at the top level",
@@ -40,7 +40,7 @@ def check_body(unknown: Mapping[str, Any], xargs: Mapping[str, Any], beams: bool
         )
     if not beams:
         return
-    if setting := next((key for key in xargs if _is_ours(key)), None):
+    if setting := next(filter(looks_like_ours, xargs), None):
         raise VLLMValidationError(
             f"{quoted(setting)} does not work with beam search, whose beams are requests of their "
             "own and take the server's policy: leave it out, or leave use_beam_search out",
@@ -52,7 +52,3 @@ def check_body(unknown: Mapping[str, Any], xargs: Mapping[str, Any], beams: bool
             "which each token of each beam would be a turn: leave the header out",
             parameter="use_beam_search",
         )
-
-
-def _is_ours(key: object) -> bool:
-    return isinstance(key, str) and key.lower().replace("-", "_") in REQUEST_KEYS

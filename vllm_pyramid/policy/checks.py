@@ -17,13 +17,26 @@ _PREFIX = "kv"
 OTHERS_KEYS = frozenset(("kv_transfer_params", "kv_cache_report_mode"))
 
 
+def looks_like_ours(key: object) -> bool:
+    """Return whether a key begins with `kv`, whatever its case and what precedes it.
+
+    `kvBudget` and `KV-budget` do; keys of vLLM's own that begin so do not count.
+    """
+    if not isinstance(key, str) or key in OTHERS_KEYS:
+        return False
+    return _begin(key).startswith(_PREFIX)
+
+
+def _begin(key: str) -> str:
+    return key[:MAX_KEY].lstrip(" \t\n_-.").lower()
+
+
 def refuse_unknown(
     keys: Iterable[object], valid: Collection[str], where: str, *, similar_only: bool = False
 ) -> None:
     """Raise ValueError for the first key that looks like one of ours and is none.
 
-    A key looks like one of ours if it begins with `kv`, whatever its case and what precedes it, as
-    `kvBudget` and `KV-budget` do. Other keys belong to other software.
+    Other keys belong to other software (`looks_like_ours`).
 
     Args:
         valid: our keys. where: what has the keys.
@@ -33,11 +46,9 @@ def refuse_unknown(
         ValueError: with the key, the closest one of ours, and all of ours.
     """
     for key in keys:
-        if not isinstance(key, str) or key in valid or key in OTHERS_KEYS:
+        if key in valid or not looks_like_ours(key):
             continue
-        begin = key[:MAX_KEY].lstrip(" \t\n_-.").lower()
-        if not begin.startswith(_PREFIX):
-            continue
+        begin = _begin(str(key))
         hint = did_you_mean(f"kv_{begin[2:].lstrip('_-. ').replace('-', '_')}", valid, cutoff=0.75)
         if hint or not similar_only:
             raise ValueError(

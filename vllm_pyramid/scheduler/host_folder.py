@@ -64,8 +64,8 @@ def namespace_of(
 ) -> str:
     """Return a name of all that the bytes of a bundle depend on, apart from the bundle's name.
 
-    The weights are told by the commit of their repository, or by samples of the files in their
-    folder (`weight_samples`).
+    The weights are told by the commit of their repository, or by the names, sizes, times and
+    samples of the files in their folder (`weight_samples`).
     """
     model, cache = config.model_config, config.cache_config
     algorithm = cache.prefix_caching_hash_algo
