@@ -113,7 +113,6 @@ def kernels(device: Any) -> Ops:
         ("recent_mass", of_recent),
         ("topn_attention", of_topn),
         ("window_scores", of_window),
-        ("window_scores_and_statistics", of_window),
         ("select", of_select),
         ("summarise_pages", of_summaries),
         ("score_pages", of_pages),

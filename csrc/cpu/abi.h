@@ -14,7 +14,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 13
+#define PYR_ABI_VERSION 14
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 // Defines a struct, and the text of its definition (without comments) as <name>_fields.
 #define PYR_RECORD(name, ...)  \
@@ -78,7 +78,6 @@ enum PyrPooling : int64_t { PYR_POOL_AVG = 0, PYR_POOL_MAX = 1, PYR_POOL_NONE = 
 
 PYR_RECORD(PyrScores,
   float* out;                // [R, G, out_len], contiguous
-  float* statistics;         // [3, R, G], contiguous: mass, entropy, Gini coefficient; or null
   const float* log_sum_exp;  // [T, H], contiguous, of the last `window` queries of each; or null
   const void* query;
   const void* key;

@@ -94,7 +94,7 @@ def test_full_equals_vllm_without_the_plugin(engines: EnginePool, random_model: 
     "policy",
     [
         *("window", "streaming-llm", "snapkv", "pyramidkv"),
-        *("xkv", "zigzagkv", "entropykv", "ginikv"),
+        *("xkv", "zigzagkv"),
         *("h2o", "scissorhands"),
     ],
 )

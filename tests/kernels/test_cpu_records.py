@@ -204,12 +204,10 @@ def test_scores(make_batch: Any, packed: Any) -> None:
 
     prompts = WindowBatch(query, key, table, ends, made.seq_lens, 8, 120, key_scale=0.5)
     inputs = (prompts, softmax, Reduction("sum", "max", 7))
-    for function in (cpu.window_scores, cpu.window_scores_and_statistics):
-        record = packed(cpu_records.PyrScores, function, *inputs, log_sum_exp=lse)
-        check(record, 112)
-        assert record.out and bool(record.statistics) == (function is not cpu.window_scores)
-        assert record.prompt_lens == made.seq_lens.data_ptr()
-        assert (record.window, record.reduce, record.pooling, record.kernel_size) == (8, 2, 1, 7)
+    record = packed(cpu_records.PyrScores, cpu.window_scores, *inputs, log_sum_exp=lse)
+    check(record, 112)
+    assert record.out and record.prompt_lens == made.seq_lens.data_ptr()
+    assert (record.window, record.reduce, record.pooling, record.kernel_size) == (8, 2, 1, 7)
 
     skips, recents, contexts = (torch.full((3,), n, dtype=torch.int32) for n in (0, 5, 20))
     lens = made.seq_lens

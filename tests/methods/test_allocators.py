@@ -191,7 +191,7 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
     [
         (
             "aritmetic",
-            "did you mean 'arithmetic'.*valid kinds: arithmetic, decay, entropy, exponential",
+            "did you mean 'arithmetic'.*valid kinds: arithmetic, decay, exponential",
         ),
         ({"kind": "uniform", "beta": 3.0}, "unknown key 'beta' in allocator 'uniform'"),
         ({"kind": "arithmetic", "betta": 3.0}, "did you mean 'beta'.*valid keys: kind, beta"),

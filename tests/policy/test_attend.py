@@ -150,7 +150,7 @@ def test_answers_are_not_shared() -> None:
         ("zigzagkv", {}, "selecting was not tried: choose uniform"),
         ("snapkv", {"fill_blocks": False}, "has fill_blocks false"),
         ("kcache", {}, "keeps V in host memory"),
-        ("select", {"attend.allocator": "entropy"}, "does not divide a number of tokens"),
+        ("select", {"attend.allocator": "needed_tokens"}, "does not divide a number of tokens"),
         ("select", {"attend.budget": 80}, "give at least 81"),
         ("select", {"attend.budget": "0%"}, "must be above 0%"),
         ("select", {"attend.scorer": "boxes"}, r"unknown attend.scorer kind 'boxes' \(did you "),

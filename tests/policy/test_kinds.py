@@ -35,7 +35,7 @@ KINDS = {
     },
     "allocator": {
         *("uniform", "shares", "arithmetic", "geometric", "exponential"),
-        *("global", "needed_tokens", "entropy", "gini", "decay"),
+        *("global", "needed_tokens", "decay"),
     },
     "selector": {"top_k", "top_k_shared"},
     "schedule": {"prompt_end", "interval", "thin_generated"},

@@ -10,7 +10,6 @@ from vllm_pyramid.policy.component import Component
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.eviction_batch import EvictionBatch
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -34,7 +33,6 @@ class Scorer(Component):
             gives of what its head gives.
         scores_sinks: the scores of the first `sinks` tokens say what they are worth, as others do.
         asked: the function that a user's class defines.
-        gives_statistics: `scores` can return the window's statistics with the scores.
         asks_ranks: `score` calls `ScorerInputs.mean_of_heads`, for which tensor-parallel ranks wait
             for one another.
         in_parts: a long request may be scored some KV heads at a time, so that the copies of its
@@ -51,7 +49,6 @@ class Scorer(Component):
     attention_mass: ClassVar[bool] = False
     not_negative: ClassVar[bool] = False
     scores_sinks: ClassVar[bool] = True
-    gives_statistics: ClassVar[bool] = False
     asks_ranks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     workspace_bytes: ClassVar[int] = 0
@@ -103,16 +100,11 @@ class Scorer(Component):
             return self.score(inputs)
         return torch.cat([self.score(part) for part in inputs.parts()])
 
-    def scores(
-        self, batch: EvictionBatch, *, statistics: bool = False
-    ) -> tuple[torch.Tensor, WindowStatistics | None]:
+    def scores(self, batch: EvictionBatch) -> torch.Tensor:
         """Return the scores of all requests that evict in a step: `[S, G, columns]` float32.
 
         A scorer with a kernel of its own overrides this, and keeps `score` as the reference that
         the kernel is tested against.
-
-        Args:
-            statistics: also return the window's; only for scorers with `gives_statistics`.
 
         Returns:
             Column i is the token in place i of the request's table; columns without a token, and
@@ -121,8 +113,7 @@ class Scorer(Component):
         Raises:
             ValueError: `score` returned another shape, another dtype or NaN.
         """
-        assert not statistics, f"{self.kind} gives no statistics"
-        return batch.score_each(self.kind, self.score_parts), None
+        return batch.score_each(self.kind, self.score_parts)
 
     def compiled(self, batch: EvictionBatch) -> torch.Tensor:
         """Score a made-up batch, whose cache holds anything, to compile what `scores` launches.
@@ -132,7 +123,7 @@ class Scorer(Component):
         import torch
 
         if type(self).scores is not Scorer.scores:
-            return self.scores(batch)[0]
+            return self.scores(batch)
         shape = len(batch.shortened), batch.call.key_cache.shape[1], batch.longest
         return torch.zeros(shape, device=batch.call.query.device)
 
