@@ -90,6 +90,7 @@ class Prompt:
             self._memory[key] = [policy.scorer.score(self.view(i, policy)) for i in layers]
         return self._memory[key]
 
+
 @dataclass(frozen=True, eq=False)
 class Method:
     """A policy, and what of it only the study has; equal to itself alone."""

@@ -356,7 +356,7 @@ def report(plan: RetentionPlan, number: int, before: int) -> Eviction:
     budget=st.one_of(st.integers(1, 90), st.sampled_from(["12%", "50%"])),
     interval=st.integers(1, 40),
     fill_blocks=st.booleans(),
-    allocator=st.sampled_from(["uniform", "arithmetic", "geometric"]),
+    allocator=st.sampled_from(["uniform", "arithmetic"]),
     generated=st.integers(0, 120),
     seen_every=st.integers(1, 9),
 )

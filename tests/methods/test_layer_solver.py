@@ -139,8 +139,7 @@ def expected_keep(step: Step, row: int, plan: DeferredPlan) -> list[int]:
         return [plan.floor + k for k in lengths.tolist()]
     weights = [float(minimum_budgets(scores, 0.9).double().mean()) for scores in tables]
     real = [
-        plan.floor + 0.25 * plan.mean + 0.75 * total * weight / sum(weights)
-        for weight in weights
+        plan.floor + 0.25 * plan.mean + 0.75 * total * weight / sum(weights) for weight in weights
     ]
     down = [int(k) for k in real]
     by_rest = sorted(range(LAYERS), key=lambda layer: (-(real[layer] - down[layer]), layer))

@@ -23,8 +23,7 @@ pytestmark = pytest.mark.cpu
 
 PRESETS = {name: load_policy(name) for name in policy_names()}
 PYRAMIDS = [
-    load_policy("pyramidkv", None, {"allocator": kind, "fill_blocks": fill, "sinks": sinks})
-    for kind in ("arithmetic", "geometric", "exponential")
+    load_policy("pyramidkv", None, {"fill_blocks": fill, "sinks": sinks})
     for fill, sinks in ((True, 0), (False, 4))
 ]
 

@@ -34,7 +34,7 @@ KINDS = {
         "recent_ensemble",
     },
     "allocator": {
-        *("uniform", "shares", "arithmetic", "geometric", "exponential"),
+        *("uniform", "shares", "arithmetic"),
         *("global", "needed_tokens", "decay"),
     },
     "selector": {"top_k", "top_k_shared"},

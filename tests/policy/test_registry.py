@@ -186,14 +186,14 @@ def test_arguments_in_every_spelling(args: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        {"beta": 10, "allocator.kind": "geometric"},
-        {"allocator": {"kind": "geometric", "beta": 10}},
-        {"allocator": "geometric", "beta": 10},
+        {"beta": 10, "allocator.kind": "arithmetic"},
+        {"allocator": {"kind": "arithmetic", "beta": 10}},
+        {"allocator": "arithmetic", "beta": 10},
     ],
 )
 def test_a_kind_is_changed_before_its_fields(args: dict[str, Any]) -> None:
     policy = load_policy("snapkv", 512, args)
-    assert policy.allocator.model_dump() == {"kind": "geometric", "beta": 10.0}
+    assert policy.allocator.model_dump() == {"kind": "arithmetic", "beta": 10.0}
 
 
 def test_a_changed_kind_starts_from_its_own_defaults() -> None:

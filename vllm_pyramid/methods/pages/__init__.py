@@ -143,7 +143,7 @@ class SelectPages(Attend):
         if not isinstance(self.allocator, CurveAllocator):
             raise ValueError(
                 f"policy {policy.name!r}: attend.allocator {self.allocator.kind!r} does not divide "
-                "a number of tokens; choose uniform, arithmetic, geometric, exponential or shares"
+                "a number of tokens; choose uniform, arithmetic or shares"
             )
         self.check_own_budget(self.budget)
         reason = None
