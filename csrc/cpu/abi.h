@@ -145,11 +145,11 @@ PYR_RECORD(PyrCacheWrite,
   double key_scale, value_scale;
 );
 
-enum PyrSummaryKind : int64_t { PYR_MEAN_KEY = 0, PYR_BOX = 1, PYR_SPREAD = 2 };
+enum PyrSummaryKind : int64_t { PYR_BOX = 0, PYR_SPREAD = 1 };
 
 // Summaries of the pages that hold the positions starts[r] .. seq_lens[r] - 1.
 PYR_RECORD(PyrSummaries,
-  void* summaries;  // [P, G, rows * D], unit stride in the last; rows: 1 of a mean, otherwise 2
+  void* summaries;  // [P, G, 2 * D], unit stride in the last
   const void* key;
   const int32_t* table;
   const int32_t* starts;
@@ -160,9 +160,8 @@ PYR_RECORD(PyrSummaries,
   int64_t key_p, key_g, key_n, summary_p, summary_g, table_r, threads;
 );
 
-// The first three are PyrSummaryKind. The others take the largest product with the n rows of a page:
-// the keys, of which those below the skip do not count, or whatever the pool holds.
-enum PyrScoreKind : int64_t { PYR_SCORE_EXACT = 3, PYR_SCORE_ROWS = 4 };
+// The first two are PyrSummaryKind. The other takes the largest product with the n rows of a page.
+enum PyrScoreKind : int64_t { PYR_SCORE_ROWS = 2 };
 enum PyrCombine : int64_t { PYR_COMBINE_MEAN = 0, PYR_COMBINE_MAX = 1 };
 
 PYR_RECORD(PyrPageScores,

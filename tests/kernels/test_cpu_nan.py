@@ -301,7 +301,7 @@ def test_scores_of_pages(each_isa: Callable[[], Iterator[str]], combine: str) ->
 
     def scores(module: Any) -> torch.Tensor:
         found: torch.Tensor = module.score_pages(
-            rows, Softmax(SCALE), keys, kind="exact", combine=combine
+            rows, Softmax(SCALE), keys, kind="rows", combine=combine
         )
         return found
 
