@@ -255,13 +255,9 @@ class Worker:
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
-        output = None
-        if policy.scorer.needs_output:
-            output = device.put(torch.randn(HEADS, SIZE, SIZE, generator=self.random))
         self.contexts = [
             LayerContext(
                 *(self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred),
-                output=output,
                 lanes=lanes,
             )
             for layer in range(self.layers)
@@ -344,7 +340,6 @@ class Worker:
             skips=metadata.kv_no_skips,
             scale=SIZE**-0.5,
             rotary=context.rotary,
-            output=context.output,
             offsets=self.shifted.skips[layer, : metadata.num_reqs],
         )
         maxima = {"max_query_len": most_queries, "max_seq_len": metadata.max_seq_len}
@@ -421,7 +416,6 @@ class Worker:
                 skips=self.shifted.no_skips[:rows],
                 scale=SIZE**-0.5,
                 rotary=context.rotary,
-                output=context.output,
                 offsets=self.shifted.skips[layer, :rows],
             )
             maxima = most_queries, int(self.shifted.max_lens[layer])

@@ -78,7 +78,6 @@ class Prompt:
             scale=self.model.scale,
             rotary=self.model.rotary,
             knows_rotary=True,
-            output=self.model.outputs[layer] if policy.scorer.needs_output else None,
             asks_ranks=policy.scorer.asks_ranks,
         )
 

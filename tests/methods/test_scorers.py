@@ -17,7 +17,6 @@ from tests.methods.views import MadeUp
 from vllm_pyramid.methods import noise
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.noise import uniform
-from vllm_pyramid.methods.output_change import OutputChangeScorer
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.scorer import Scorer
@@ -137,58 +136,6 @@ def capkv(data: MadeUp, head: int, token: int) -> float:
     return total / len(group(data, head))
 
 
-def _drift(rows: list[list[float]], top: int) -> float:
-    """How far earlier the best tokens of the second half of rows lie, rank by rank."""
-    best = [sorted(range(len(row)), key=lambda i, row=row: row[i])[-top:] for row in rows]
-    half = len(rows) // 2
-    pairs = zip(best[:half], best[half:], strict=True)
-    return sum(a - b for first, second in pairs for a, b in zip(first, second, strict=True)) / (
-        half * top
-    )
-
-
-@cache
-def _output_changes(data_seed: int, tokens: int, learned_sinks: bool, head: int) -> list[float]:
-    """Of a query head, ReST-KV's scores of the tokens before the window, as its authors write them.
-
-    Settings: alpha 0.3, kernel 3, a drift of 4 positions, measured on 6 tokens.
-    """
-    data = MadeUp(seed=data_seed, tokens=tokens, learned_sinks=learned_sinks)
-    values, w = (
-        data.values[head * data.kv_heads // data.heads].double(),
-        data.weights[head].double(),
-    )
-    rows = []
-    for query in range(tokens - WINDOW, tokens):
-        row = weights(data, head, query).tolist()
-        rows.append(row + [0.0] * (tokens - len(row)))
-    before = range(tokens - WINDOW)
-    mean = [rows[0][i] for i in before]
-    for row in rows[1:]:
-        mean = [0.3 * row[i] + 0.7 * mean[i] for i in before]
-    output = sum((mean[i] * (w @ values[i]) for i in before), torch.zeros(1, dtype=torch.float64))
-    scores = [
-        mean[i] / (1 - mean[i]) * float((output - w @ values[i]).square().sum().sqrt())
-        for i in before
-    ]
-    moved = _drift(rows, top=6)
-    width = max(3, 2 * int(abs(moved) // 4) + 1)
-    shift = int(moved // 4) if moved > 0 else -int(-moved // 4)
-    pooled = []
-    for i in before:
-        around = range(i + shift - width // 2, i + shift + width // 2 + 1)
-        pooled.append(sum(scores[min(max(j, 0), len(scores) - 1)] for j in around) / width)
-    return pooled
-
-
-def output_change(data: MadeUp, head: int, token: int) -> float:
-    found = [
-        _output_changes(data.seed, data.tokens, data.learned_sinks, h)[token]
-        for h in group(data, head)
-    ]
-    return sum(found) / len(found)
-
-
 def future_attention(data: MadeUp, head: int, token: int) -> float:
     total = 0.0
     for h in group(data, head):
@@ -216,7 +163,6 @@ ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
         observed_expected,
     ),
     "capkv": ({"future_positions": 16}, capkv),
-    "output_change": ({"kernel_size": 3, "drift": 4, "top": 6}, output_change),
     "future_attention": ({"queries": 4}, future_attention),
 }
 
@@ -274,30 +220,6 @@ def test_only_the_last_queries_count(kind: str) -> None:
     policy = {"expected_attention": "expected-attention", "observed_expected": "auto"}[kind]
     with pytest.raises(ValueError, match="looks at 9 queries, which the window of 8"):
         load_policy(policy, None, {"window": 8, "queries": 9})
-
-
-def test_rest_kv_widens_and_moves_its_pooling_by_the_drift() -> None:
-    """The oracle's test has heads whose later queries attend elsewhere, and others."""
-    data = MadeUp(tokens=41)
-    scorer = parse_component(Scorer, {"kind": "output_change", "drift": 4, "top": 6})
-    assert isinstance(scorer, OutputChangeScorer)
-    _, moved = scorer._observed(data.view(WINDOW, SINKS))
-    shifts = {int(float(x) / 4) for x in moved}
-    assert len(shifts) > 1 and (min(shifts) < 0 or max(shifts) > 0), shifts
-    scores = torch.tensor([[0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
-    # 5 places about itself, 5 about the one behind it, 7 about the third one before it.
-    wide = parse_component(Scorer, {"kind": "output_change", "drift": 4, "kernel_size": 5})
-    assert isinstance(wide, OutputChangeScorer)
-    found = wide._pooled(scores.expand(3, -1), torch.tensor([0.0, 5.0, -12.0]))
-    expected = torch.tensor(
-        [
-            [9, 9, 9, 9, 9, 1, 2, 3],
-            [9, 9, 9, 9, 1, 2, 3, 4],
-            [0, 0, 9, 9, 9, 9, 9, 10],
-        ],
-        dtype=torch.float32,
-    )
-    torch.testing.assert_close(found * torch.tensor([[5.0], [5.0], [7.0]]), expected)
 
 
 def test_lagkv_survives_constant_channels() -> None:
@@ -416,7 +338,6 @@ def test_what_presets_say_of_their_scorers_holds() -> None:
         assert policy.schedule.every == 8 and policy.works_in_every_step
     for name in (
         "random",
-        "rest-kv",
         "dapq",
         "capkv",
         "expected-attention",

@@ -117,7 +117,6 @@ def long_request(policy: Policy, tokens: int, heads: int, group: int, size: int)
         prompt_len=tokens,
         rotary=Rotary(cos_sin(size, tokens + 1)),
         knows_rotary=True,
-        output=torch.rand(heads * group, size, size),
         asks_ranks=True,
         heads_at_once=heads_at_once(policy, tokens, size, group),
     )
@@ -175,14 +174,12 @@ def worst_step(policy: Policy, lens: list[int]) -> tuple[Any, Any, Any]:
     ]
     evictions = make_evictions(lens, plans=list(plans))
     rotary = Rotary(cos_sin(SIZE, max(lens) + 600))
-    output = torch.rand(HEADS, SIZE, SIZE, generator=source) if policy.scorer.needs_output else None
     call = make_call(
         tables,
         ops=cpu,
         query=query,
         caches=(caches[0], caches[1]),
         rotary=rotary,
-        output=output,
         scale=0.2,
     )
     tracker = make_tracker(policy, 1, BLOCK, len(lens), heads=KV_HEADS)
@@ -201,7 +198,7 @@ def small(name: str) -> Policy:
 
 POLICIES = [
     *("snapkv", "snapkv-expected", "keydiff", "tova", "lagkv", "capkv", "h2o", "random"),
-    *("rest-kv", "dapq"),
+    *("dapq",),
 ]
 
 

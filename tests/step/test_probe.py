@@ -132,8 +132,6 @@ class Undeclared(Scorer):
     def score(self, view: ScorerInputs) -> torch.Tensor:
         if self.what == "queries":
             return view.reduce_groups(view.attention().sum(dim=1))
-        if self.what == "output":
-            return view.keys.norm(dim=-1) * view.output_factors.norm()
         if self.what == "ranks":
             return view.mean_of_heads(view.keys.norm(dim=-1)).expand(view.num_kv_heads, -1)
         return view.unrotated_queries(1).sum() + view.keys.norm(dim=-1)
@@ -144,7 +142,6 @@ class Undeclared(Scorer):
     [
         ("queries", r"looks at 4 queries, .* has 1 .*: declare `needs_queries = True`"),
         ("rotary", "declare `needs_rotary = True`"),
-        ("output", "declare `needs_output = True`"),
         ("ranks", "declare `asks_ranks = True`"),
     ],
 )

@@ -25,8 +25,6 @@ class Scorer(Component):
         needs_positions: `score` uses the positions of keys, which are known at a request's first
             eviction only: survivors do not remember theirs. (Positions of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).
-        needs_output: `score` looks through the layer's output projection
-            (`ScorerInputs.output_factors`).
         attention_mass: the scores are attention, so they are not negative and a key's share of a
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
         not_negative: the scores are at least 0, and a key's share of its head's sum is what it
@@ -45,7 +43,6 @@ class Scorer(Component):
     needs_queries: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
     needs_rotary: ClassVar[bool] = False
-    needs_output: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     not_negative: ClassVar[bool] = False
     scores_sinks: ClassVar[bool] = True

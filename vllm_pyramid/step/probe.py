@@ -94,9 +94,7 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
     source = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 1, num_kv_heads, tokens, head_size, generator=source)
     angles = torch.rand(tokens + 1, head_size // 2, generator=source)
-    scorer, output = policy.scorer, None
-    if scorer.needs_output:
-        output = torch.randn(num_heads, head_size, head_size, generator=source)
+    scorer = policy.scorer
     count = max(policy.window, 1) if scorer.needs_queries else 1
     return ScorerInputs.of_tensors(
         torch.randn(count, num_heads, head_size, generator=source),
@@ -105,6 +103,5 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
         sinks=policy.sinks,
         rotary=Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1)),
         knows_rotary=scorer.needs_rotary,
-        output=output,
         asks_ranks=scorer.asks_ranks,
     )
