@@ -493,8 +493,6 @@ def policies() -> list[Policy]:
                 args["scorer.queries"] = 4
             if policy.window:
                 args["window"] = 16
-            if policy.scorer.kind == "future_attention":
-                args["scorer.queries"] = 16
             found.append(load_policy(name, "40", args=args))
     inside = {"window": 8, "chunk": {"tokens": 48, "keep": 24, "scorer": "keydiff"}}
     goal = load_policy("xkv", args={"window": 8, "retention": 0.5})
@@ -503,6 +501,6 @@ def policies() -> list[Policy]:
         load_policy("kcache", args={"values": host}),
         load_policy("kcache", args={"values": {**host, "device_layers": 0, "renormalize": False}}),
         load_policy("pyramidkv", "40", args={"window": 16, "values": {**host, "device_layers": 2}}),
-        load_policy("value-aware", "40", args={"window": 16, "values": host}),
+        load_policy("snapkv-expected", "40", args={"window": 16, "values": host}),
     ]
     return [*found, load_policy("pyramidkv", "24", args=inside), goal, *away]

@@ -93,7 +93,7 @@ def test_full_equals_vllm_without_the_plugin(engines: EnginePool, random_model: 
 @pytest.mark.parametrize(
     "policy",
     [
-        *("window", "streaming-llm", "snapkv", "pyramidkv"),
+        *("streaming-llm", "snapkv", "pyramidkv"),
         *("xkv", "zigzagkv"),
         *("h2o", "scissorhands"),
     ],

@@ -30,11 +30,8 @@ BLOCK = 16
 # Scores may differ by this share of the spread of a head's scores: another order of sums.
 NEAR_TIE = 5e-4
 CASES: dict[str, tuple[str | int, dict[str, Any]]] = {
-    "expected-attention": ("30%", {"window": 24}),
     "snapkv-expected": ("30%", {"window": 16, "queries": 8}),
-    "capkv": ("30%", {"window": 24}),
-    "lagkv": ("30%", {"lag": 16}),
-    "tova": (64, {"schedule": {"kind": "interval", "interval": 8}}),
+    "keydiff": (64, {"schedule": {"kind": "interval", "interval": 8}}),
     "keyformer": (64, {"interval": 16}),
 }
 

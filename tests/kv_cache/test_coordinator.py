@@ -73,7 +73,7 @@ def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan
     prompt_len=st.integers(1, 300),
     budget=st.one_of(st.integers(9, 310), st.sampled_from(["1%", "12%", "50%", "100%"])),
     fill_blocks=st.booleans(),
-    policy_name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "window", "full"]),
+    policy_name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full"]),
 )
 def test_a_layer_holds_what_its_plan_says(
     prompt_len: int, budget: int | str, fill_blocks: bool, policy_name: str

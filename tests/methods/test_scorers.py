@@ -48,19 +48,10 @@ def group(data: MadeUp, head: int) -> range:
     return range(head * count, (head + 1) * count)
 
 
-def knorm(data: MadeUp, head: int, token: int) -> float:
-    return -math.sqrt(sum(x * x for x in data.keys[head, token].tolist()))
-
-
 def keydiff(data: MadeUp, head: int, token: int) -> float:
     unit = [k / k.norm() for k in data.keys[head].double()]
     mean = sum(unit, torch.zeros(data.size, dtype=torch.float64)) / data.tokens
     return -float(unit[token] @ mean / mean.norm())
-
-
-def tova(data: MadeUp, head: int, token: int) -> float:
-    last = data.tokens - 1
-    return sum(float(weights(data, h, last)[token]) for h in range(data.heads)) / data.heads
 
 
 def value_aware(data: MadeUp, head: int, token: int) -> float:
@@ -121,21 +112,6 @@ def observed_expected(data: MadeUp, head: int, token: int) -> float:
     return observed[token - SINKS] + 2.0 * expected[token - SINKS]
 
 
-def capkv(data: MadeUp, head: int, token: int) -> float:
-    keys, values = data.keys[head, SINKS:].double(), data.values[head, SINKS:].double()
-    total = 0.0
-    for h in group(data, head):
-        mean = _mean_query(data, h, 16)
-        likeness = keys @ mean / keys.norm(dim=1) / mean.norm()
-        weight = torch.exp(5.0 * (likeness - likeness.max()))
-        gram = torch.eye(data.size, dtype=torch.float64)
-        for w, v in zip(weight, values, strict=True):
-            gram += (w + 1e-6) * torch.outer(v, v)
-        v = values[token - SINKS]
-        total += float(weight[token - SINKS] * (v @ torch.linalg.inv(gram) @ v))
-    return total / len(group(data, head))
-
-
 def future_attention(data: MadeUp, head: int, token: int) -> float:
     total = 0.0
     for h in group(data, head):
@@ -153,16 +129,12 @@ def future_attention(data: MadeUp, head: int, token: int) -> float:
 
 
 ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
-    "knorm": ({}, knorm),
     "keydiff": ({}, keydiff),
-    "tova": ({}, tova),
-    "value_aware": ({}, value_aware),
     "expected_attention": ({"future_positions": 16, "epsilon": 0.01}, expected_attention),
     "observed_expected": (
         {"queries": WINDOW, "kernel_size": 5, "expected": 2.0, "future_positions": 16},
         observed_expected,
     ),
-    "capkv": ({"future_positions": 16}, capkv),
     "future_attention": ({"queries": 4}, future_attention),
 }
 
@@ -182,29 +154,6 @@ def test_scores_are_the_papers(kind: str, learned_sinks: bool) -> None:
             assert float(scores[head, token]) == pytest.approx(wanted, rel=2e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("tokens", [41, 57])
-def test_lagkv_ranks_each_part_by_the_next(tokens: int) -> None:
-    data, lag = MadeUp(tokens=tokens), 10
-    scores = parse_component(Scorer, {"kind": "lagkv", "lag": lag}).score(data.view(0, SINKS))
-    parts = (tokens - SINKS) // lag - 1
-    assert parts >= 2
-    for head in range(data.kv_heads):
-        for part in range(parts):
-            begin = SINKS + part * lag
-            total = torch.zeros(lag, dtype=torch.float64)
-            for rows in (data.keys[head].double(), data.values[head].double()):
-                following = rows[begin + lag : begin + 2 * lag]
-                low, high = following.min(dim=0).values, following.max(dim=0).values
-                scaled = (rows[begin : begin + lag] - low) / (high - low)
-                total += scaled.std(dim=1).softmax(dim=0)
-            order = sorted(range(lag), key=lambda i: float(total[i]))
-            found = scores[head, begin : begin + lag]
-            assert [int(i) for i in found.argsort()] == order
-            assert found.min() >= 0 and found.max() < 1
-        rest = scores[head, SINKS + parts * lag :]
-        assert rest.min() >= 1 and (rest.diff() > 0).all(), "the most recent first"
-
-
 @pytest.mark.parametrize("kind", ["expected_attention", "observed_expected"])
 def test_only_the_last_queries_count(kind: str) -> None:
     """A longer window keeps more tokens; the scores of the others are of as many queries."""
@@ -217,17 +166,8 @@ def test_only_the_last_queries_count(kind: str) -> None:
     )
     ratio = long / short  # what the first is a share of is less
     torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4, atol=0)
-    policy = {"expected_attention": "expected-attention", "observed_expected": "auto"}[kind]
     with pytest.raises(ValueError, match="looks at 9 queries, which the window of 8"):
-        load_policy(policy, None, {"window": 8, "queries": 9})
-
-
-def test_lagkv_survives_constant_channels() -> None:
-    data = MadeUp(tokens=41)
-    data.keys[..., 3] = 1.0
-    data.values[..., :] = 0.0
-    scores = parse_component(Scorer, {"kind": "lagkv", "lag": 10}).score(data.view(0, SINKS))
-    assert scores.isfinite().all()
+        load_policy("snapkv", None, {"window": 8, "scorer": {"kind": kind, "queries": 9}})
 
 
 @pytest.mark.parametrize("learned_sinks", [False, True])
@@ -333,27 +273,11 @@ def test_rotations_are_undone(halves: bool) -> None:
 
 def test_what_presets_say_of_their_scorers_holds() -> None:
     """Scorers that look at keys alone evict at any time; others say why they cannot."""
-    for name in ("knorm", "keydiff", "lagkv", "tova"):
-        policy = load_policy(name, 64, {"schedule": {"kind": "interval", "interval": 8}})
-        assert policy.schedule.every == 8 and policy.works_in_every_step
-    for name in (
-        "random",
-        "dapq",
-        "capkv",
-        "expected-attention",
-        "value-aware",
-        "snapkv-max",
-    ):
+    policy = load_policy("keydiff", 64, {"schedule": {"kind": "interval", "interval": 8}})
+    assert policy.schedule.every == 8 and policy.works_in_every_step
+    for name in ("random", "snapkv-max", "snapkv-expected"):
         with pytest.raises(ValueError, match=r"(positions|no scores during generation)"):
             load_policy(name, 128, {"schedule": "interval"})
-
-
-def test_capkv_bears_values_that_repeat() -> None:
-    """Of a run of one token V has rank 1, and outweighs the identity beyond float32."""
-    data = MadeUp(tokens=2048, size=128, heads=2, kv_heads=1)
-    data.values[:] = 3 * data.values[:, :1]
-    scores = parse_component(Scorer, "capkv").score(data.view(WINDOW, SINKS))
-    assert scores.isfinite().all()
 
 
 def test_expected_attention_needs_no_copy_a_query_head() -> None:

@@ -159,7 +159,7 @@ def test_a_retention_has_no_budget_of_its_own() -> None:
 
 def test_an_allocator_that_needs_scores_needs_a_scorer_that_has_them() -> None:
     with pytest.raises(ValueError, match=r"scorer 'recency' has none: .* observation_window"):
-        load_policy("window", 100, {"allocator": "global"})
+        load_policy("streaming-llm", 100, {"allocator": "global"})
 
 
 @pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED - SPLIT - {"fastgen"}))
@@ -206,7 +206,7 @@ def test_which_policies_evict_and_need_scores() -> None:
     solved = {name for name, policy in PRESETS.items() if policy.solves}
     assert solved == {"xkv", "zigzagkv", "adakv", "fastgen"}
     assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
-    seen_without = {"full", "kcache", "window", "streaming-llm", "h2o", "scissorhands", *THINNED}
+    seen_without = {"full", "kcache", "streaming-llm", "h2o", "scissorhands", *THINNED}
     assert not needs & seen_without
     assert sorted(THINNED) == ["pyramidinfer"]
 

@@ -192,14 +192,10 @@ LENS = [60] * 40 + [20_000] + [60] * 215
 
 
 def small(name: str) -> Policy:
-    args = {"tova": {}, "dapq": {"window": 16, "queries": 16}}.get(name, {"window": 16})
-    return load_policy(name, budget=40, args=args)
+    return load_policy(name, budget=40, args={"window": 16})
 
 
-POLICIES = [
-    *("snapkv", "snapkv-expected", "keydiff", "tova", "lagkv", "capkv", "h2o", "random"),
-    *("dapq",),
-]
+POLICIES = ["snapkv", "snapkv-expected", "keydiff", "h2o", "random"]
 
 
 @pytest.mark.long

@@ -70,7 +70,7 @@ class Mixing(Scorer):
 
 
 def test_a_scorer_that_mixes_heads_cannot_score_in_parts() -> None:
-    policy = load_policy("knorm").model_copy(update={"scorer": Mixing()})
+    policy = load_policy("keydiff").model_copy(update={"scorer": Mixing()})
     with pytest.raises(ValueError, match="'mixing' says `in_parts = True`, but gives a KV head"):
         probe(policy, 8, 4, 16)
 
@@ -161,7 +161,7 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.probe import probe
 
 torch.set_num_threads(2)
-probe(load_policy("capkv"), 8, 2, 128)
+probe(load_policy("snapkv-expected"), 8, 2, 128)
 child = os.fork()
 if child == 0:
     torch.randn(2_000_000).add(1).sum()  # in two threads
