@@ -72,6 +72,13 @@ class AcrossHeads(Scorer):
         return mean.expand(inputs.num_kv_heads, -1)
 
 
+class OverRanks(ByNorm):
+    """Asks the heads of all ranks."""
+
+    asks_ranks: ClassVar[bool] = True
+    kind: str = f"{__name__}:OverRanks"
+
+
 class Worst(Selector):
     """Keeps what has the lowest scores."""
 
@@ -375,7 +382,7 @@ def test_the_same_tokens_as_kvpress(alpha: float, ratio: float, kvpress: Any) ->
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"scorer": "tova"}, "'tova' looks at all KV heads of a layer together"),
+        ({"scorer": f"{__name__}:OverRanks"}, "looks at all KV heads of a layer together"),
         ({"scorer": "accumulated_attention"}, "gathers numbers in every step"),
         ({"scorer": "none"}, "ranks nothing"),
         ({"scorer": f"{__name__}:AcrossHeads"}, "does not say that it looks at each KV head"),

@@ -296,6 +296,7 @@ def test_a_class_in_a_script_is_refused() -> None:
     ],
 )
 def test_what_solved_lengths_would_ignore_is_refused(args: dict[str, Any], message: str) -> None:
-    parts = {"window": 1, "sinks": 0, "allocator": "global"}
+    scorer = {"kind": "future_attention", "queries": 1}
+    parts = {"window": 1, "scorer": scorer, "allocator": "global"}
     with pytest.raises(ValueError, match=message):
         load_policy("snapkv", 512, {**parts, **args})

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.eviction_batch import WrongResultError, check_scores, check_selection
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -79,8 +78,6 @@ def _probe(policy: Policy, inputs: ScorerInputs) -> None:
 def _check_parts(policy: Policy, inputs: ScorerInputs, scores: torch.Tensor) -> None:
     """Raise WrongResultError if the scorer says `in_parts` and mixes KV heads."""
     parts = replace(inputs, heads_at_once=1).parts()
-    if type(policy.scorer).score_parts is not Scorer.score_parts:
-        return  # it combines the parts itself
     found = torch.cat([part for view in parts if (part := policy.scorer.probed(view)) is not None])
     if not torch.allclose(found, scores, rtol=1e-3, atol=1e-5):
         raise WrongResultError(
