@@ -73,7 +73,7 @@ def test_prefix_caching_of_hybrid_models(tmp_path: Path) -> None:
     assert _config(windows).cache_config.enable_prefix_caching is True
     states = make_family("granite4", tmp_path / "granite4")
     assert _config(states).cache_config.enable_prefix_caching is False
-    with pytest.raises(ValueError, match=r"--enable-prefix-caching.*have a state"):
+    with pytest.raises(ValueError, match=r"--enable-prefix-caching.*keep states"):
         _config(states, enable_prefix_caching=True)
 
 
@@ -183,7 +183,7 @@ def test_what_the_host_cache_cannot_store(
         ({"nnodes": 2}, " and ranks on several hosts"),
         ({"enable_lora": True}, " and --enable-lora"),
         ({"prefix_caching_hash_algo": "xxhash"}, " and --prefix-caching-hash-algo xxhash"),
-        ({"own": OWN_PAGES}, ": files hold summaries of the page scorer"),
+        ({"own": OWN_PAGES}, ": files hold its summaries"),
     ],
 )
 def test_what_does_not_survive_a_restart(

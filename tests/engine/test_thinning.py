@@ -387,7 +387,7 @@ def test_prompt_logprobs_are_refused(
 
     engine = engines.get(tiny_model("llama-mha"), kv_policy_args=ARGS, **ENGINE)
     prompt = {"prompt_token_ids": random_prompts([100])[0]}
-    with pytest.raises(VLLMValidationError, match="'pyramidinfer' .* prompt_logprobs: it drops"):
+    with pytest.raises(VLLMValidationError, match=r"'pyramidinfer' .* prompt_logprobs: it drops"):
         engine.client.add_request("no", prompt, SamplingParams(max_tokens=1, prompt_logprobs=1))
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, extra_args={"kv_policy": "full"})
     (outcome,) = engine.run([Job(prompt["prompt_token_ids"], params)])

@@ -127,7 +127,7 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
         ("pyramidkv", "cpu", {"model_config.use_mla": True}, "MLA"),
         ("pyramidkv", "cpu", {"model_config.hf_text_config": WINDOWS}, "nothing to evict"),
         *(
-            ("pyramidkv", "cpu", {"speculative_config": drafts(name)}, f"the method {name}: it was")
+            ("pyramidkv", "cpu", {"speculative_config": drafts(name)}, rf"\({name}\): it was")
             for name in ("dflash", "suffix", "medusa", "ngram_gpu")
         ),
         ("pyramidkv", "cpu", {"speculative_config": drafts("eagle", dtype="fp8")},
@@ -166,7 +166,7 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
         ),
         ("duoattention", "cuda", {"speculative_config": drafts("ngram")}, "drafts|not tried"),
         ("duoattention", "cpu", {"use_v2_model_runner": True, **REPLICAS}, "second model runner"),
-        ("infllm", "cpu", {"model_config.hf_text_config": SHARED}, "have queries of their own"),
+        ("infllm", "cpu", {"model_config.hf_text_config": SHARED}, "such layers have others"),
         ("adakv", "cpu", {"parallel_config.tensor_parallel_size": 2}, "would solve other"),
     ],
 )  # fmt: skip

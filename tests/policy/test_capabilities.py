@@ -78,8 +78,8 @@ HOST = {"values": "host"}
         ("select", OWN_PAGES, {F.HOST_FOLDER}, "may be another after a restart"),
         ("select", OWN_PAGES, {F.CUDA}, "would wait for the device"),
         ("infllm", {}, {F.CUDA}, "would wait for the device.*choose attend.scorer spread"),
-        ("infllm", {}, {F.DRAFTS}, "drafts of the next page would overwrite them"),
-        ("infllm", {}, {F.SHARED_LAYERS}, "have queries of their own"),
+        ("infllm", {}, {F.DRAFTS}, "drafts would overwrite them"),
+        ("infllm", {}, {F.SHARED_LAYERS}, "such layers have others"),
         ("sparse-prefill", {}, {F.CUDA}, "no kernels for CUDA"),
         ("sparse-prefill", {}, {F.DRAFTS}, "--speculative-config"),
         ("sparse-prefill", {}, {F.PIPELINE}, "--pipeline-parallel-size"),
@@ -164,7 +164,7 @@ def test_a_class_adds_to_what_its_base_classes_say() -> None:
     assert "kv_session: it remembers; leave it out, or send kv_turn_mode 'exact'" in str(said)
 
 
-@pytest.mark.parametrize("row", [*EVERY_POLICY, *TOGETHER], ids=lambda row: row.what({}))
+@pytest.mark.parametrize("row", [*EVERY_POLICY, *TOGETHER], ids=lambda row: row.what())
 def test_what_no_policy_takes(row: Any) -> None:
     """Each row names the features and what to do, and stands for all of its features alone."""
     policy = load_policy("pyramidkv")

@@ -188,7 +188,9 @@ _OF_CONFIG: dict[Feature, Callable[[VllmConfig], object]] = {
     Feature.BACKEND_PER_KIND: lambda config: bool(config.attention_config.backend_per_kind),
     Feature.HISPARSE: lambda config: config.attention_config.hisparse_config is not None,
     Feature.DRAFTS: _drafts(lambda drafts: True),
-    Feature.OTHER_DRAFTS: _drafts(lambda drafts: _unless(drafts.method, DRAFTERS)),
+    Feature.OTHER_DRAFTS: _drafts(
+        lambda drafts: drafts.method not in DRAFTERS and f"({drafts.method})"
+    ),
     Feature.DRAFT_MODEL: _drafts(lambda drafts: drafts.uses_draft_kv_cache()),
     Feature.HIDDEN_STATES: _drafts(lambda drafts: drafts.use_eagle()),
     Feature.MTP_MODULES: _drafts(lambda drafts: drafts.use_multi_module_mtp()),

@@ -177,11 +177,9 @@ class KvpressScorer(Scorer):
     def unsupported(self) -> Declared:
         found: Declared = {}
         if self._needs.heads:
-            found[Feature.TENSOR_PARALLEL] = (
-                f"kvpress's {self.press} takes the mean over all heads, which ranks divide"
-            )
+            found[Feature.TENSOR_PARALLEL] = "it takes the mean over all heads, which ranks divide"
         if self._needs.queries:
-            found[Feature.SOFT_CAP] = f"kvpress's {self.press} computes attention without the cap"
+            found[Feature.SOFT_CAP] = "it computes attention without the cap"
         return found
 
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:

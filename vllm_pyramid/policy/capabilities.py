@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Feature(Enum):
     SHADOW = "--kv-shadow"
     # How it drafts
     DRAFTS = "--speculative-config"
-    OTHER_DRAFTS = "--speculative-config with the method"
+    OTHER_DRAFTS = "drafts by another method"
     DRAFT_MODEL = "a draft model (--speculative-config)", "draft by ngram"
     HIDDEN_STATES = "drafts by eagle, eagle3 or mtp", "draft by draft_model or by ngram"
     MTP_MODULES = "several MTP modules", "set num_speculative_tokens to 1, which takes one module"
@@ -146,17 +147,16 @@ class Refusal:
     fix: str
     part: str = ""
 
-    def what(self, used: Used) -> str:
-        """Return the features in words: `A and B on CUDA devices`."""
+    def what(self, used: Used = MappingProxyType({})) -> str:
+        """Return the features in words: `with A and B on CUDA devices`."""
         things = [used.get(one, one.words) for one in self.features if not one.is_place]
         places = [one.words for one in self.features if one.is_place]
-        return " ".join([*filter(None, [" and ".join(things)]), *places])
+        return " ".join(([f"with {' and '.join(things)}"] if things else []) + places)
 
     def error(self, policy: Policy, used: Used) -> ValueError:
         """Return what to tell the user."""
         who = f"policy {policy.name!r} ({self.part})" if self.part else "a KV policy (--kv-policy)"
-        link = "" if all(one.is_place for one in self.features) else "with "
-        return ValueError(f"{who} does not work {link}{self.what(used)}: {self.reason}; {self.fix}")
+        return ValueError(f"{who} does not work {self.what(used)}: {self.reason}; {self.fix}")
 
 
 def refusals(declared: Unsupported, part: str = "") -> tuple[Refusal, ...]:

@@ -257,8 +257,9 @@ class Policy(BaseModel):
     def refusals(self) -> tuple[Refusal, ...]:
         """What does not work with this policy: the rows of all its parts."""
         named = [(part.section, part) for part in self.parts]
-        if self.inner_policy is not None:
-            named.append(("chunk.scorer", self.inner_policy.scorer))
+        for part in self.parts:  # and those that a part has, such as attend.scorer
+            inner = [(name, one) for name, one in part if isinstance(one, Component)]
+            named += [(f"{part.section}.{name}", one) for name, one in inner]
         own: Unsupported = {
             Feature.KV_TURNS: "later evictions score whole blocks",
             Feature.CUDA: (

@@ -29,7 +29,7 @@ from vllm_pyramid.plan import Budget, IntArray
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.allocator import Allocator, CurveAllocator
 from vllm_pyramid.policy.attend import ALL_PAGES, ATTEND_KEY, Attend
-from vllm_pyramid.policy.capabilities import Declared, Feature
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.page_scorer import PageScorer
@@ -134,9 +134,8 @@ class SelectPages(Attend):
         return True
 
     @property
-    def unsupported(self) -> Declared:
-        scorer, other = self.scorer, "choose attend.scorer spread"
-        found: Declared = {
+    def unsupported(self) -> Unsupported:
+        return {
             Feature.KV_TURNS: (
                 "its answers attend to selected pages, so a resumed answer would not be the one "
                 "that is computed again"
@@ -147,29 +146,6 @@ class SelectPages(Attend):
                 "wrong there"
             ),
         }
-        if ":" in scorer.kind:
-            found[Feature.HOST_FOLDER] = (
-                f"files hold summaries of the page scorer {scorer.kind!r}, whose code may be "
-                "another after a restart"
-            )
-        if scorer.needs_queries or not scorer.has_kernels:
-            found[Feature.CUDA] = (
-                f"the page scorer {scorer.kind!r} runs in PyTorch and would wait for the device in "
-                "each step",
-                f"{other} or box, or serve on a CPU",
-            )
-        if scorer.needs_queries:
-            found[Feature.DRAFTS] = (
-                f"the page scorer {scorer.kind!r} keeps the queries of a page until it is full, "
-                "and drafts of the next page would overwrite them",
-                other,
-            )
-            found[Feature.SHARED_LAYERS] = (
-                f"the page scorer {scorer.kind!r} needs the queries of a page, and such layers "
-                "have queries of their own",
-                other,
-            )
-        return found
 
     def check(self, policy: Policy) -> None:
         """Refuse parts with which the selection of pages cannot work, or was not tried."""
