@@ -131,6 +131,14 @@ Used: TypeAlias = Mapping[Feature, str]
 # do, where that is not what the feature says.
 Declared: TypeAlias = dict[Feature | tuple[Feature, ...], str | tuple[str, str]]
 Unsupported: TypeAlias = Mapping[Feature | tuple[Feature, ...], str | tuple[str, str]]
+# Without `fill_blocks`.
+_PARTLY_FILLED: Unsupported = {
+    Feature.KV_TURNS: "later evictions score whole blocks",
+    Feature.CUDA: (
+        "it leaves a partly filled first block, which attention kernels for CUDA do not mask",
+        "set fill_blocks to true",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -181,13 +189,26 @@ def unsupported_by(part: Component) -> Declared:
     """Return what a part does not support: what its class says, and each of its base classes."""
     found: Declared = {}
     for cls in type(part).__mro__:
-        own = vars(cls).get("unsupported")
-        for key, why in own.__get__(part, cls).items() if own is not None else ():
+        own = vars(cls).get("unsupported", {})  # a property, or a class attribute
+        declared = own if isinstance(own, Mapping) else own.__get__(part, cls)
+        for key, why in declared.items():
             found.setdefault(key, why)
     if (why := found.get(Feature.PREFIX_CACHING)) is not None:
         reason = why if isinstance(why, str) else why[0]
         found = {**dict.fromkeys(_FOUND_BY_PREFIX, reason), **found}
     return found
+
+
+def refusals_of(policy: Policy) -> tuple[Refusal, ...]:
+    """Return the rows of all parts of a policy, and of those that a part has (attend.scorer)."""
+    partly = policy.evicts and not policy.fill_blocks
+    rows = [*refusals(_PARTLY_FILLED, "fill_blocks: false")] if partly else []
+    for part in policy.parts:
+        rows += refusals(unsupported_by(part), f"{part.section}: {part.kind}")
+        for name, value in part:
+            if hasattr(value, "unsupported"):
+                rows += refusals(unsupported_by(value), f"{part.section}.{name}: {value.kind}")
+    return tuple(rows)
 
 
 def asked(*features: Feature) -> dict[Feature, str]:

@@ -29,14 +29,7 @@ from pydantic import (
 from vllm_pyramid.plan import Budget, IntArray, Plan
 from vllm_pyramid.policy.allocator import Allocator
 from vllm_pyramid.policy.attend import Attend, DenseAttention
-from vllm_pyramid.policy.capabilities import (
-    Feature,
-    Refusal,
-    Unsupported,
-    refusals,
-    unsupported_by,
-    why_not,
-)
+from vllm_pyramid.policy.capabilities import Feature, Refusal, refusals_of, why_not
 from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
 from vllm_pyramid.policy.component import Component
 from vllm_pyramid.policy.heads import AlikeHeads, Heads
@@ -256,23 +249,7 @@ class Policy(BaseModel):
     @cached_property
     def refusals(self) -> tuple[Refusal, ...]:
         """What does not work with this policy: the rows of all its parts."""
-        named = [(part.section, part) for part in self.parts]
-        for part in self.parts:  # and those that a part has, such as attend.scorer
-            inner = [(name, one) for name, one in part if isinstance(one, Component)]
-            named += [(f"{part.section}.{name}", one) for name, one in inner]
-        own: Unsupported = {
-            Feature.KV_TURNS: "later evictions score whole blocks",
-            Feature.CUDA: (
-                "it leaves a partly filled first block, which attention kernels for CUDA do not "
-                "mask",
-                "set fill_blocks to true",
-            ),
-        }
-        rows = refusals(own, "fill_blocks: false") if self.evicts and not self.fill_blocks else ()
-        return sum(
-            (refusals(unsupported_by(part), f"{where}: {part.kind}") for where, part in named),
-            rows,
-        )
+        return refusals_of(self)
 
     def why_not(self, feature: Feature, used: Iterable[Feature] = ()) -> str | None:
         """Return why a feature does not work beside those in use; None if it does."""
