@@ -168,13 +168,13 @@ class Refusal:
 
 
 def refusals(declared: Unsupported, part: str = "") -> tuple[Refusal, ...]:
-    """Return rows as they were declared, each with what to do."""
-    rows = []
+    """Return rows as they were declared, each with what to do, but for those that follow."""
+    rows: list[Refusal] = []
     for key, why in declared.items():
         features = key if isinstance(key, tuple) else (key,)
         reason, fix = (why, _fix(features, part)) if isinstance(why, str) else why
         rows.append(Refusal(features, reason, fix, part))
-    return tuple(rows)
+    return tuple(row for row in rows if not any({*one.features} < {*row.features} for one in rows))
 
 
 def _fix(features: tuple[Feature, ...], part: str) -> str:

@@ -53,7 +53,7 @@ def of_policy(name: str, args: dict[str, Any]) -> list[checks.Finding]:
         checks.Finding(
             f"policy {name}",
             f"does not work {row.what()}",
-            f"{row.part}: {row.reason}",
+            f"{row.reason} ({row.part})",
             checks.NOTE,
             row.fix,
         )
@@ -73,12 +73,14 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--kv-policy", help="name or .yaml file: say what does not work with this policy, too"
     )
-    parser.add_argument("--kv-policy-args", default="{}", help="JSON, as of a server")
+    parser.add_argument("--kv-policy-args", help="JSON, as of a server")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.kv_policy is None and args.kv_policy_args is not None:
+        raise ValueError("--kv-policy-args without --kv-policy would have no effect: leave it out")
     findings = checks.examine()
     if args.kv_policy is not None:
         findings += of_policy(args.kv_policy, parse_policy_args(args.kv_policy_args))
