@@ -111,9 +111,10 @@ docs: $(STAMP)  ## Build the site of docs/ into build/site, offline; a broken li
 wheel: $(STAMP)  ## Build a source distribution and a manylinux wheel with the kernels into dist/.
 	$(PY) scripts/build_wheel.py
 
-format: $(STAMP)  ## Rewrite the sources as `make lint` wants them, where ruff can.
+format: $(STAMP)  ## Rewrite the sources as `make lint` wants them, and the tables of docs/limits.md.
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+	$(PY) scripts/write_limits.py
 
 build-ext: $(STAMP)  ## Rebuild the C++ library in place.
 	$(PY) setup.py --quiet build_ext --inplace --force

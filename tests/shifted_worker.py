@@ -32,6 +32,7 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.policy import Policy, load_policy, policy_names
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.attention_inputs import CacheWrite
 from vllm_pyramid.step.failures import Failure
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
@@ -470,15 +471,12 @@ def policies() -> list[Policy]:
     found = []
     for name in policy_names():
         policy = load_policy(name)
-        if not policy.heads.on_cuda:
+        if policy.why_not(Feature.CUDA) is not None:
             continue  # refused there
         if policy.heads.splits:
             found.append(load_policy(name, *SPLITS[name]))
             continue
         if getattr(policy.attend, "scorer", None) is not None:
-            part = policy.attend
-            if part.scorer.needs_queries:
-                continue  # refused there
             few = {"budget": 64, "min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
             args = {"attend": few}
             if policy.evicts:

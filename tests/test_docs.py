@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from vllm_pyramid.policy import load_presets
 
 pytestmark = pytest.mark.cpu
 
@@ -46,23 +47,14 @@ def test_the_diagram_is_what_its_source_draws() -> None:
     assert module.OUTPUT.read_text(encoding="utf-8") == module.draw(), f"run {module.__file__}"
 
 
-def refused() -> str:
-    """The table of what is refused, from the code's own list."""
-    from vllm_pyramid.frontend.refusals import OF_CONFIGURATION
-    from vllm_pyramid.frontend.refused_flags import OF_ARGUMENTS
-
-    def code(text: str) -> str:
-        return re.sub(
-            r"--[a-z-]+(?: (?:pooling|none|bfloat16))?|attention_config\.\w+", r"`\g<0>`", text
-        )
-
-    rows = [
-        f"| {code(entry.what.rstrip(':'))} | {code(entry.why)} |"
-        for entry in (*OF_ARGUMENTS, *OF_CONFIGURATION)
-    ]
-    return "\n".join(["| Does not work with a policy | Why, and what to do |", "|---|---|", *rows])
+def test_the_tables_of_what_is_refused_are_those_of_the_code() -> None:
+    module = _script("write_limits")
+    text = module.OUTPUT.read_text(encoding="utf-8")
+    assert module.written(text) == text, f"run {module.__file__}"
 
 
-def test_what_is_refused_is_what_the_code_says() -> None:
-    text = (DOCS / "limits.md").read_text(encoding="utf-8")
-    assert refused() in text, f"docs/limits.md wants this table:\n{refused()}"
+def test_they_have_the_rows_of_all_policies() -> None:
+    """The kinds and fields of which they are made are those of the presets, and more."""
+    told = {(row.part, row.features) for row in _script("write_limits").rows()}
+    rows = [row for policy in load_presets() for row in policy.refusals]
+    assert {(row.part, row.features) for row in rows} <= told

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.engine.support import Engine, count_preemptions
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.policy.kept_spans import why_no_spans
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 LAYERS, BLOCK, MAX_LEN = 4, 16, 384
@@ -89,9 +89,9 @@ class Clients:
         self.sent = self.steps = 0
         served = ServedSettings.of(engine.core.vllm_config)
         assert served is not None
-        reasons = served.why_no_turns, served.policy.why_not_resumable
+        reasons = served.why_no_turns, served.policy.why_not(Feature.KV_TURNS)
         self.has_turns = reasons == (None, None)
-        self.has_spans = why_no_spans(served.policy) is None
+        self.has_spans = served.policy.why_not(Feature.KV_KEEP) is None
 
     def run(self, requests: int, seconds: float) -> None:
         """Send `requests` requests, or fewer where the time is over; then wait for the last."""

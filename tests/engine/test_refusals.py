@@ -73,7 +73,7 @@ def test_prefix_caching_of_hybrid_models(tmp_path: Path) -> None:
     assert _config(windows).cache_config.enable_prefix_caching is True
     states = make_family("granite4", tmp_path / "granite4")
     assert _config(states).cache_config.enable_prefix_caching is False
-    with pytest.raises(ValueError, match=r"--enable-prefix-caching.*have a state"):
+    with pytest.raises(ValueError, match=r"--enable-prefix-caching.*keep states"):
         _config(states, enable_prefix_caching=True)
 
 
@@ -126,7 +126,7 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
         ({"diffusion_config": {}}, "--diffusion-config"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"kv_cache_dtype": "int4_per_token_head"}, "--kv-cache-dtype int4_per_token_head"),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "fp8_per_token_head on the CPU"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "(int8_per_token_head) on CPUs"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "--kv-transfer-config",
@@ -150,47 +150,40 @@ def test_refused_flags(random_model: Path, arguments: dict[str, Any], flag: str)
     ("policy", "way_out"),
     [
         ("xkv", "vllm-pyramid calibrate"),
-        ("zigzagkv", "vllm-pyramid calibrate"),
-        ("pyramidinfer", "such as pyramidkv"),
-        ("kcache", "set values to device"),
+        ("pyramidinfer", "a policy without `allocator: decay`"),
+        ("kcache", "a policy without `values: host`"),
+        ("adakv", "a policy without `heads: adaptive`"),
     ],
 )
 def test_policies_that_pipeline_stages_cannot_serve(
     random_model: Path, policy: str, way_out: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"--pipeline-parallel-size and .*{way_out}"):
-        _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=2)
-
-
-@pytest.mark.parametrize("policy", ["adakv", "fastgen"])
-def test_stages_do_not_know_lengths_that_others_solve(random_model: Path, policy: str) -> None:
-    """Another reason than that of allocators, which need the scores of all layers."""
-    with pytest.raises(ValueError, match=r"--pipeline-parallel-size: .* the lengths of the others"):
+    with pytest.raises(ValueError, match=f"--pipeline-parallel-size: .*{way_out}"):
         _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize(
     ("policy", "arguments", "reason"),
     [
-        ("pyramidkv", {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
-        ("h2o", {}, "a policy without prefix caching"),
-        ("kcache", {}, "V in host memory"),
+        ("pyramidkv", {"enable_prefix_caching": False}, " and --no-enable-prefix-caching"),
+        ("h2o", {}, ": it adds up"),
+        ("kcache", {}, ": V lies in host memory"),
     ],
 )
 def test_what_the_host_cache_cannot_store(
     random_model: Path, policy: str, arguments: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"--kv-host-cache and {reason}"):
+    with pytest.raises(ValueError, match=f"--kv-host-cache{reason}"):
         _config(random_model, {"kv_policy": policy, "kv_host_cache": 0.01}, **arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"nnodes": 2}, "ranks on several hosts"),
-        ({"enable_lora": True}, "--enable-lora"),
-        ({"prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo xxhash"),
-        ({"own": OWN_PAGES}, "a page scorer of your own"),
+        ({"nnodes": 2}, " and ranks on several hosts"),
+        ({"enable_lora": True}, " and --enable-lora"),
+        ({"prefix_caching_hash_algo": "xxhash"}, " and --prefix-caching-hash-algo xxhash"),
+        ({"own": OWN_PAGES}, ": files hold its summaries"),
     ],
 )
 def test_what_does_not_survive_a_restart(
@@ -205,7 +198,7 @@ def test_what_does_not_survive_a_restart(
     own = {"kv_policy": "pyramidkv", "kv_host_cache": 0.01, "kv_host_cache_dir": str(tmp_path)}
     arguments = dict(arguments)
     own |= arguments.pop("own", {})
-    with pytest.raises(ValueError, match=f"--kv-host-cache-dir and {reason}"):
+    with pytest.raises(ValueError, match=f"--kv-host-cache-dir{reason}"):
         _config(random_model, own, **arguments)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     if "prefix_caching_hash_algo" in arguments:

@@ -603,7 +603,7 @@ def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: P
                 "kv_policy": "infllm",
                 "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
             },
-            "drafts of the next page would overwrite them",
+            "drafts would overwrite them",
         ),
         ({"kv_policy_args": {"attend.dense_layers": 4}}, "nothing would be selected"),
     ],

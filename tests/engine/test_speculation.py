@@ -275,7 +275,7 @@ def test_nobody_is_preempted_for_drafts(
         (
             {"kv_policy": "snapkv", "kv_budget": 64},
             {"method": "custom_class", "model": "some.Class", "num_speculative_tokens": 2},
-            "speculative decoding by another method: custom_class yet: it was not tried",
+            r"drafts by another method \(custom_class\): it was not tried",
         ),
     ],
 )

@@ -12,19 +12,23 @@ import pytest
 import torch
 import transformers
 from transformers import LlamaConfig, MistralConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_pyramid.compat.backend_names import SCALED_ROWS
+from vllm_pyramid.frontend import features
 from vllm_pyramid.frontend.backends import take_draft_backend
 from vllm_pyramid.frontend.engine_config import why_no_turns
 from vllm_pyramid.frontend.graphs import check_graphs
-from vllm_pyramid.frontend.refusals import OF_CONFIGURATION, refuse
+from vllm_pyramid.frontend.refusals import EVERY_POLICY
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.capabilities import OF_REQUESTS, Feature, refuse
 
 pytestmark = pytest.mark.cpu
 
 WINDOWS = MistralConfig(num_hidden_layers=2, sliding_window=64)
 STATES = transformers.FalconH1Config(num_hidden_layers=2)
+SHARED = LlamaConfig(num_hidden_layers=4, num_kv_shared_layers=2)
 
 
 def resolved_config(**changes: Any) -> Any:
@@ -40,6 +44,8 @@ def resolved_config(**changes: Any) -> Any:
         "speculative_config": None,
         "kv_transfer_config": None,
         "additional_config": {},
+        "use_v2_model_runner": False,
+        "parallel_config.tensor_parallel_size": 1,
         "parallel_config.pipeline_parallel_size": 1,
         "parallel_config.data_parallel_size": 1,
         "parallel_config.use_ubatching": False,
@@ -60,57 +66,121 @@ def resolved_config(**changes: Any) -> Any:
     return config
 
 
-def drafts(method: str, modules: int = 1, dtype: str | None = None) -> Any:
+def drafts(method: str, modules: int = 1, dtype: str | None = None, backend: Any = None) -> Any:
     """What is asked of vLLM's `SpeculativeConfig`."""
     return SimpleNamespace(
         method=method,
         kv_cache_dtype=dtype,
-        attention_backend=None,
+        attention_backend=backend,
         use_eagle=lambda: method in ("eagle", "eagle3", "mtp"),
         uses_draft_kv_cache=lambda: method in ("eagle", "eagle3", "mtp", "draft_model"),
         use_multi_module_mtp=lambda: modules > 1,
     )
 
 
-def test_nothing_resolved_nothing_refused() -> None:
-    refuse(OF_CONFIGURATION, resolved_config(), load_policy("pyramidkv"))
+def start(policy: str = "pyramidkv", device: str = "cpu", **changes: Any) -> None:
+    """Refuse what a configuration uses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "current_platform", SimpleNamespace(device_type=device))
+        refuse(load_policy(policy), features.of_config(resolved_config(**changes)), EVERY_POLICY)
+
+
+STAGES = {"parallel_config.pipeline_parallel_size": 2}
+REPLICAS = {"parallel_config.data_parallel_size": 2}
+FLASH = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
+TRITON = AttentionBackendEnum.TRITON_ATTN
+
+
+def cache(dtype: str) -> dict[str, Any]:
+    return {"cache_config.cache_dtype": dtype}
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "advice"),
+    ("policy", "device", "changes"),
     [
-        ("cache_config.cache_dtype", "int4_per_token_head", "--kv-cache-dtype bfloat16"),
-        ("model_config.runner_type", "pooling", "--kv-policy none"),
-        ("model_config.is_encoder_decoder", True, "decoder-only"),
-        ("model_config.use_mla", True, "MLA"),
-        ("model_config.hf_text_config", WINDOWS, "nothing to evict"),
-        *(
-            ("speculative_config", drafts(method), f"by another method: {method} yet: it was not")
-            for method in ("dflash", "suffix", "medusa", "ngram_gpu")
-        ),
-        ("speculative_config", drafts("eagle", dtype="fp8"), "kv_cache_dtype fp8 yet: blocks of"),
-        ("speculative_config", drafts("mtp", modules=2), "set num_speculative_tokens to 1"),
-        ("kv_transfer_config", object(), "--kv-transfer-config"),
-        ("parallel_config.use_ubatching", True, "--ubatch-size"),
-        ("attention_config.backend_per_kind", {"full": 1}, "backend_per_kind"),
-        ("attention_config.hisparse_config", object(), "hisparse_config"),
-        ("scheduler_config.disable_hybrid_kv_cache_manager", True, "KV events"),
+        ("pyramidkv", "cpu", {}),
+        ("pyramidkv", "cpu", REPLICAS),
+        ("pyramidkv", "cpu", STAGES),
+        ("pyramidkv", "cpu", {"speculative_config": drafts("ngram")}),
+        ("h2o", "cpu", {}),
+        ("pyramidinfer", "cpu", {"speculative_config": drafts("ngram")}),
+        ("pyramidinfer", "cpu", {"speculative_config": drafts("draft_model")}),
+        ("snapkv", "cpu", {"speculative_config": drafts("eagle")}),
+        ("pyramidkv", "cpu", cache("fp8")),
+        ("pyramidkv", "cpu", cache("fp8_e5m2")),
+        ("pyramidkv", "cuda", cache("fp8_e4m3")),
+        *(("quest", "cuda", cache(dtype)) for dtype in ("auto", "fp8")),
+        *(("pyramidkv", "cuda", cache(dtype)) for dtype in SCALED_ROWS),
+        ("duoattention", "cuda", {}),
     ],
 )
-def test_what_vllm_switched_on_is_refused(path: str, value: Any, advice: str) -> None:
-    config = resolved_config(**{path: value})
-    with pytest.raises(ValueError, match=r"KV policy.*does not work with") as error:
-        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
-    assert advice in str(error.value)
+def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) -> None:
+    start(policy, device, **changes)
 
 
-def test_replicas_of_a_mixture_of_experts() -> None:
-    """They compute in step; replicas of other models are engines of their own."""
-    replicas = {"parallel_config.data_parallel_size": 2}
-    refuse(OF_CONFIGURATION, resolved_config(**replicas), load_policy("pyramidkv"))
-    config = resolved_config(**replicas, **{"model_config.is_moe": True})
-    with pytest.raises(ValueError, match="--data-parallel-size and a mixture of experts yet"):
-        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
+@pytest.mark.parametrize(
+    ("policy", "device", "changes", "advice"),
+    [
+        ("pyramidkv", "cpu", cache("int4_per_token_head"), "--kv-cache-dtype bfloat16"),
+        ("pyramidkv", "cpu", {"model_config.runner_type": "pooling"}, "--kv-policy none"),
+        ("pyramidkv", "cpu", {"model_config.is_encoder_decoder": True}, "decoder-only"),
+        ("pyramidkv", "cpu", {"model_config.use_mla": True}, "MLA"),
+        ("pyramidkv", "cpu", {"model_config.hf_text_config": WINDOWS}, "nothing to evict"),
+        *(
+            ("pyramidkv", "cpu", {"speculative_config": drafts(name)}, rf"\({name}\): it was")
+            for name in ("dflash", "suffix", "medusa", "ngram_gpu")
+        ),
+        ("pyramidkv", "cpu", {"speculative_config": drafts("eagle", dtype="fp8")},
+         "kv_cache_dtype fp8: blocks of"),
+        ("pyramidkv", "cpu", {"speculative_config": drafts("eagle", backend=TRITON)},
+         "attention_backend TRITON_ATTN: its layers"),
+        ("pyramidkv", "cpu", {"speculative_config": drafts("mtp", modules=2)},
+         "set num_speculative_tokens to 1"),
+        ("pyramidkv", "cpu", {"speculative_config": drafts("ngram"), **STAGES},
+         "--pipeline-parallel-size and --speculative-config"),
+        ("h2o", "cpu", {"speculative_config": drafts("ngram")}, "such as pyramidkv"),
+        *(
+            ("pyramidinfer", "cpu", {"speculative_config": drafts(name)}, "hidden states of all")
+            for name in ("eagle", "eagle3", "mtp")
+        ),
+        ("pyramidkv", "cpu", {"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ("pyramidkv", "cpu", {"parallel_config.use_ubatching": True}, "--ubatch-size"),
+        ("pyramidkv", "cpu", {"attention_config.backend_per_kind": {"a": 1}}, "backend_per_kind"),
+        ("pyramidkv", "cpu", {"attention_config.hisparse_config": object()}, "hisparse_config"),
+        ("pyramidkv", "cpu", {"scheduler_config.disable_hybrid_kv_cache_manager": True},
+         "KV events"),
+        ("pyramidkv", "cpu", {"model_config.is_moe": True, **REPLICAS},
+         "--data-parallel-size and a mixture of experts: such"),
+        ("pyramidkv", "cuda", cache("fp8_e5m2"), "fp8_e5m2 on CUDA devices.*use fp8"),
+        ("pyramidkv", "cpu", {**cache("fp8"), **FLASH}, "fp8.* FLASH_ATTN.*use TRITON_ATTN"),
+        *(
+            (policy, device, {**cache(dtype), **changes}, rf"\({dtype}\).*{advice}")
+            for dtype in SCALED_ROWS
+            for policy, device, changes, advice in (
+                ("pyramidkv", "cpu", {}, "on CPUs: .*dtype fp8"),
+                ("pyramidkv", "cuda", {"model_config.hf_text_config": STATES}, "keep states"),
+                ("kcache", "cuda", {}, "V lies in host memory"),
+                ("pyramidkv", "cuda", FLASH, "FLASH_ATTN.*use TRITON_ATTN"),
+                ("quest", "cuda", {}, "one scale a layer"),
+            )
+        ),
+        ("duoattention", "cuda", {"speculative_config": drafts("ngram")}, "drafts|not tried"),
+        ("duoattention", "cpu", {"use_v2_model_runner": True, **REPLICAS}, "second model runner"),
+        ("infllm", "cpu", {"model_config.hf_text_config": SHARED}, "such layers have others"),
+        ("adakv", "cpu", {"parallel_config.tensor_parallel_size": 2}, "would solve other"),
+    ],
+)  # fmt: skip
+def test_what_vllm_switched_on_is_refused(
+    policy: str, device: str, changes: dict[str, Any], advice: str
+) -> None:
+    """Also what drafts and caches are, however they were asked for."""
+    with pytest.raises(ValueError, match=f"does not work .*{advice}"):
+        start(policy, device, **changes)
+
+
+def test_every_feature_of_an_engine_has_a_detector() -> None:
+    detected = {*features._OF_ARGS, *features._OF_CONFIG}
+    assert detected == set(Feature) - OF_REQUESTS
 
 
 @pytest.mark.parametrize(("stages", "is_async"), [(1, None), (2, False)])
@@ -149,45 +219,13 @@ def test_arguments_serve_another_engine_afterwards(
         assert getattr(args, name) == before[name], name
 
 
-def test_drafts_in_pipeline_stages() -> None:
-    """However they were asked for: vLLM has flags of their own for them, too."""
-    config = resolved_config(
-        speculative_config=drafts("ngram"), **{"parallel_config.pipeline_parallel_size": 2}
-    )
-    with pytest.raises(ValueError, match="--pipeline-parallel-size and --speculative-config"):
-        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
-
-
-def test_drafts_and_a_policy_that_evicts_while_it_generates() -> None:
-    config = resolved_config(speculative_config=drafts("ngram"))
-    refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
-    with pytest.raises(ValueError, match="such as pyramidkv"):
-        refuse(OF_CONFIGURATION, config, load_policy("h2o"))
-
-
 def test_a_draft_model_takes_the_backend_of_the_model() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     config = resolved_config(speculative_config=drafts("eagle"))
     take_draft_backend(config)
     assert config.speculative_config.attention_backend is AttentionBackendEnum.CUSTOM
-    config.speculative_config.attention_backend = AttentionBackendEnum.FLASH_ATTN
-    with pytest.raises(ValueError, match="attention_backend FLASH_ATTN of a draft model"):
-        take_draft_backend(config)
     none = resolved_config(speculative_config=drafts("ngram"))
     take_draft_backend(none)
     assert none.speculative_config.attention_backend is None
-
-
-def test_drafts_from_hidden_states_and_a_policy_that_drops_them() -> None:
-    thinning = load_policy("pyramidinfer")
-    for method in ("ngram", "draft_model"):
-        refuse(OF_CONFIGURATION, resolved_config(speculative_config=drafts(method)), thinning)
-    for method in ("eagle", "eagle3", "mtp"):
-        config = resolved_config(speculative_config=drafts(method))
-        refuse(OF_CONFIGURATION, config, load_policy("snapkv"))
-        with pytest.raises(ValueError, match="hidden states of all tokens"):
-            refuse(OF_CONFIGURATION, config, thinning)
 
 
 @pytest.mark.parametrize(
@@ -204,46 +242,8 @@ def test_drafts_from_hidden_states_and_a_policy_that_drops_them() -> None:
 def test_where_conversations_cannot_resume(changes: dict[str, Any], reason: str | None) -> None:
     served = KVSettings("snapkv").served()
     assert served is not None
-    why = why_no_turns(resolved_config(**changes), served)
+    why = why_no_turns(features.of_config(resolved_config(**changes)), served)
     assert why is None if reason is None else reason in why
-
-
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_caches_of_8_bit_floats(monkeypatch: Any, device: str, dtype: str) -> None:
-    from vllm_pyramid.frontend import refusals
-
-    config = resolved_config(**{"cache_config.cache_dtype": dtype})
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type=device))
-    if device == "cpu" or dtype != "fp8_e5m2":
-        refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
-    else:
-        with pytest.raises(ValueError, match=f"{dtype} on CUDA.*--kv-cache-dtype fp8"):
-            refuse(OF_CONFIGURATION, config, load_policy("pyramidkv"))
-
-
-@pytest.mark.parametrize("dtype", list(SCALED_ROWS))
-def test_where_rows_with_scales_are_refused(monkeypatch: Any, dtype: str) -> None:
-    """On the CPU, with FlashAttention, beside states, and where V lies elsewhere than beside K."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_pyramid.frontend import refusals
-
-    def ask(policy: str = "pyramidkv", device: str = "cuda", **changes: Any) -> None:
-        platform = SimpleNamespace(device_type=device)
-        monkeypatch.setattr(refusals, "current_platform", platform)
-        config = resolved_config(**{"cache_config.cache_dtype": dtype, **changes})
-        refuse(OF_CONFIGURATION, config, load_policy(policy))
-
-    ask()
-    with pytest.raises(ValueError, match=f"{dtype}.* on the CPU .*dtype fp8"):
-        ask(device="cpu")
-    with pytest.raises(ValueError, match=f"{dtype}.* and a model whose layers keep states"):
-        ask(**{"model_config.hf_text_config": STATES})
-    with pytest.raises(ValueError, match=f"{dtype}.* and V in host memory"):
-        ask("kcache")
-    with pytest.raises(ValueError, match=f"{dtype}.* FLASH_ATTN.*use TRITON_ATTN"):
-        ask(**{"attention_config.backend": AttentionBackendEnum.FLASH_ATTN})
 
 
 def of_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Any:
@@ -323,7 +323,7 @@ def test_the_backend_is_one_that_vllm_will_accept(
     backend: str,
 ) -> None:
     backends = of_cuda(monkeypatch, capability)
-    assert backends.take_backend(resolved_config(**config), load_policy("pyramidkv")) == (backend)
+    assert backends.take_backend(resolved_config(**config)) == backend
 
 
 def test_sinks_below_sm_90_are_refused_by_the_combination(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,19 +333,16 @@ def test_sinks_below_sm_90_are_refused_by_the_combination(monkeypatch: pytest.Mo
     backends = of_cuda(monkeypatch, (8, 9))
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True)
     config = resolved_config(**model_config(transformers.GptOssConfig(num_hidden_layers=2), 64))
-    assert backends.take_backend(config, load_policy("pyramidkv")) == "TRITON_ATTN"
+    assert backends.take_backend(config) == "TRITON_ATTN"
 
 
 def test_a_backend_that_cannot_be_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    backends, policy = of_cuda(monkeypatch, (7, 5)), load_policy("pyramidkv")
-    chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
+    backends = of_cuda(monkeypatch, (7, 5))
     with pytest.raises(ValueError, match=r"backend FLASH_ATTN here: compute capability not"):
-        backends.take_backend(resolved_config(**model_config(LLAMA, **chosen)), policy)
+        backends.take_backend(resolved_config(**model_config(LLAMA, **FLASH)))
     wrong = cached_as("fp8_e5m2")
     with pytest.raises(ValueError, match=r"backend TRITON_ATTN here: kv_cache_dtype not supported"):
-        backends.take_backend(resolved_config(**wrong), policy)
+        backends.take_backend(resolved_config(**wrong))
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
@@ -354,19 +351,10 @@ def test_one_line_where_vllm_alone_would_run_another(
 ) -> None:
     backends, said = of_cuda(monkeypatch, capability), []
     monkeypatch.setattr(backends.logger, "info", lambda line, *_: said.append(line))
-    backends.take_backend(resolved_config(**model_config(LLAMA)), load_policy("pyramidkv"))
+    backends.take_backend(resolved_config(**model_config(LLAMA)))
     assert ["vLLM alone prefers FlashInfer" in line for line in said] == [True] * (
         capability == (10, 0)
     )
-
-
-def test_fp8_and_flash_attention_are_refused() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    changes = {"cache_config.cache_dtype": "fp8"}
-    chosen = {"attention_config.backend": AttentionBackendEnum.FLASH_ATTN}
-    with pytest.raises(ValueError, match=r"fp8 caches and .*FLASH_ATTN.*TRITON_ATTN"):
-        refuse(OF_CONFIGURATION, resolved_config(**changes, **chosen), load_policy("pyramidkv"))
 
 
 def specs(count: int = 3, **changes: Any) -> dict[str, Any]:

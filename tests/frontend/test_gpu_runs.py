@@ -17,12 +17,12 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Finish the configuration of an engine on a pretended device; return what is warned of."""
-    from vllm_pyramid.frontend import engine_config, gpu_runs, refusals
+    from vllm_pyramid.frontend import engine_config, features, gpu_runs
     from vllm_pyramid.frontend.settings import KVSettings
 
     of_cuda(monkeypatch, (9, 0))
     device = SimpleNamespace(device_type="cuda", get_device_name=lambda: "NVIDIA H100")
-    for module in (engine_config, refusals):
+    for module in (engine_config, features):
         monkeypatch.setattr(module, "current_platform", device)
     monkeypatch.setattr(engine_config, "_install_front_end", lambda: None)
     monkeypatch.setattr(gpu_runs, "vllm_version", lambda: "0.32.0+cu129")
@@ -48,7 +48,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
                 "scheduler_config.long_prefill_token_threshold": 0,
             },
         )
-        engine_config.finish_config(config, settings)
+        engine_config.finish_config(config, settings, {})
         assert config.parallel_config.worker_cls.endswith("PyramidGpuWorker")  # it starts
         return list(warned)
 

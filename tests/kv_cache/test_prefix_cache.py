@@ -16,6 +16,7 @@ from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, hasher, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import read_messages
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 
 pytestmark = pytest.mark.cpu
@@ -51,7 +52,7 @@ def test_what_a_request_may_begin_with(
     plan = loaded.plan(tokens, 32, 16)
     assert shareable_tokens(loaded, plan) == shareable
     assert reusable_tokens(loaded, plan) == reusable
-    assert (reusable == 0) == (loaded.why_not_shareable is not None)
+    assert (reusable == 0) == (loaded.why_not(Feature.PREFIX_CACHING) is not None)
 
 
 def test_v_in_host_memory_is_not_copied() -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
 
 from tests.methods.lanes import G, L, N, Prompts, are_best
 from tests.steps import make_context
@@ -27,7 +26,6 @@ from vllm_pyramid.methods import kvpress_presses
 from vllm_pyramid.methods.streaming_heads.split import HeadLengths
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan, least_given_back
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.request import check_request
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.policy.selectors import Selector
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -404,52 +402,6 @@ def test_the_same_tokens_as_kvpress(alpha: float, ratio: float, kvpress: Any) ->
 def test_policies_that_cannot_have_adaptive_heads(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_policy("adakv", None, args)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"kv_keep": [0, 4]}, "its lengths are solved"),
-        ({"kv_turns": [10]}, "the lengths of its heads follow from a prompt's scores"),
-    ],
-)
-def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_request(adaptive(), SamplingParams(extra_args=extra))
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"tensor_parallel_size": 2}, "each would solve other lengths"),
-        ({"pipeline_parallel_size": 2}, "does not know the lengths of the others"),
-        ({"data_parallel_size": 2}, "solved together with --data-parallel-size"),
-        ({}, "solved together with --speculative-config"),
-    ],
-)
-def test_several_workers_and_drafts_are_refused(parallel: dict[str, int], message: str) -> None:
-    ways = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    sizes = SimpleNamespace(**{**dict.fromkeys(ways, 1), **parallel})
-    policy = adaptive()
-    config: Any = SimpleNamespace(
-        parallel_config=sizes, speculative_config=object(), additional_config=None
-    )
-    with pytest.raises(ValueError, match=message):
-        policy.heads.check_config(policy, config)
-    with pytest.raises(ValueError, match="every layer has full attention"):
-        policy.check_hybrid()
-
-
-def test_traces_are_refused() -> None:
-    ways = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(**dict.fromkeys(ways, 1)),
-        speculative_config=None,
-        additional_config={"kv_trace": "folder"},
-    )
-    policy = adaptive()
-    with pytest.raises(ValueError, match="solved together with --kv-trace"):
-        policy.heads.check_config(policy, config)
 
 
 def test_memory_that_waits_is_a_layers() -> None:

@@ -104,7 +104,6 @@ def test_a_policy_travels_as_data(installed: None) -> None:
     assert again == policy and hash(again) == hash(policy)
     assert hash(again.scorer) == hash(policy.scorer)
     assert again.scorer.needs_queries and not again.scorer.needs_rotary
-    assert policy.why_not_resumable is not None and policy.why_not_shareable is None
     assert not policy_of("KnormPress", {}).scorer.needs_queries
     assert policy_of("CapPress", {}).scorer.needs_rotary
     assert kvpress_presses.VERSION == "0.5.5"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages, choosing, refusals
+from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages, choosing
 from vllm_pyramid.methods.pages.reads import PageReads, StepReads
 from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
 from vllm_pyramid.methods.pages.worker import PageSelector
@@ -450,45 +449,6 @@ def test_layers_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="different KV heads"):
         _selector(_part(_scorer("spread")), 8, Mixed())
     assert _selector(_part(_scorer("spread")), 8).bytes_per_block() == 2 * KV_HEADS * SIZE * 4
-
-
-# Refusals -----------------------------------------------------------------------------------------
-
-
-def _config(**fields: Any) -> Any:
-    text = SimpleNamespace(num_kv_shared_layers=fields.pop("shared_layers", 0))
-    return SimpleNamespace(
-        speculative_config=fields.pop("drafts", None),
-        model_config=SimpleNamespace(hf_text_config=text),
-        cache_config=SimpleNamespace(cache_dtype=fields.pop("cache_dtype", "auto")),
-        parallel_config=SimpleNamespace(**fields),
-    )
-
-
-@pytest.mark.parametrize(
-    ("device", "policy", "fields", "reason"),
-    [
-        ("cpu", "select", {"drafts": "eagle", "shared_layers": 2}, None),
-        ("cpu", "infllm", {"pipeline_parallel_size": 2, "data_parallel_size": 2}, None),
-        ("cpu", "infllm", {"drafts": "eagle"}, "drafts of the next page would overwrite them"),
-        ("cpu", "infllm", {"shared_layers": 2}, "have queries of their own"),
-        ("cuda", "select", {"pipeline_parallel_size": 2, "shared_layers": 2}, None),
-        ("cuda", "quest", {"cache_dtype": "fp8"}, None),
-        ("cuda", "quest", {"cache_dtype": "fp8_per_token_head"}, "one scale a layer"),
-        ("cuda", "select", {"drafts": "ngram"}, "the host's word of each token's position"),
-        ("cuda", "infllm", {}, "would wait for the device"),
-    ],
-)
-def test_what_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: str, policy: str, fields: Any, reason: str | None
-) -> None:
-    platform = SimpleNamespace(device_type=device)
-    monkeypatch.setattr(refusals, "current_platform", platform)
-    if reason is None:
-        refusals.check_config(load_policy(policy), _config(**fields))
-        return
-    with pytest.raises(ValueError, match=rf"^policy '{policy}' selects pages .*{reason}"):
-        refusals.check_config(load_policy(policy), _config(**fields))
 
 
 # Queries of pages ---------------------------------------------------------------------------------

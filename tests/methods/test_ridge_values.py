@@ -18,6 +18,7 @@ from tests.shifted_worker import Host, launch_tables
 from vllm_pyramid.methods.ridge_values import RidgeValues, worker
 from vllm_pyramid.methods.ridge_values.worker import RidgeHooks, changed_values, window_outputs
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 pytestmark = pytest.mark.cpu
@@ -269,23 +270,13 @@ def test_ridges_out_of_range(ridge: Any) -> None:
         policy(ridge=ridge)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "fp8"])
-def test_caches_that_would_round_the_changes_away(dtype: str) -> None:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype))
-    with pytest.raises(ValueError, match=f"of type {dtype} would round"):
-        policy().values.check_config(policy(), config)
-    config.cache_config.cache_dtype = "bfloat16"
-    policy().values.check_config(policy(), config)
-
-
 def test_it_composes_with_prefixes_turns_and_other_settings() -> None:
     """What is published is full attention's, and a turn's eviction sees the window's queries."""
     for preset in ("pyramidkv", "snapkv", "snapkv-max", "snapkv-expected"):
         served = load_policy(preset, None, {"values": "ridge", "ridge": 0.5})
         assert served.values == RidgeValues(ridge=0.5)
-        assert served.why_not_shareable is None
-        plain = load_policy(preset)
-        assert served.why_not_resumable == plain.why_not_resumable
+        (row,) = served.refusals
+        assert row.features == (Feature.CACHE_OF_8_BITS,) and not load_policy(preset).refusals
         assert Policy.model_validate(served.as_data()) == served
 
 

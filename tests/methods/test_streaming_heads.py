@@ -20,10 +20,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.methods.kvpress_presses import _import
-from vllm_pyramid.methods.streaming_heads import StreamingHeads, refusals
+from vllm_pyramid.methods.streaming_heads import StreamingHeads
 from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES
 from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.capabilities import Feature, asked, refuse
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import check_request
 from vllm_pyramid.tools.heads.scores import HeadScores
@@ -328,8 +329,6 @@ def test_no_budget_and_no_floor() -> None:
     [
         ({"kv_budget": 100}, "a budget of 100 has no effect"),
         ({"kv_min_tokens": 100}, "kv_min_tokens has no effect"),
-        ({"kv_keep": [0, 4]}, "kv_keep does not go with policy 'duoattention'"),
-        ({"kv_turns": [10]}, "each KV head has a length of its own are not saved"),
     ],
 )
 def test_requests_that_want_what_heads_cannot_give(extra: dict[str, Any], message: str) -> None:
@@ -350,70 +349,12 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         streaming(mask=MASK).heads.check_shape(2, 3)
     with pytest.raises(ValueError, match="there are 8 KV heads"):
         streaming(mask=MASK).plan(100, 8, 16)
-    with pytest.raises(ValueError, match="every layer has full attention"):
-        unknown.check_hybrid()
 
 
-def make_config() -> Any:
-    model = SimpleNamespace(
-        get_total_num_hidden_layers=lambda: 3,
-        get_total_num_kv_heads=lambda: 2,
-        get_num_attention_heads=lambda parallel: 4,
-    )
-    return SimpleNamespace(
-        model_config=model,
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
-        additional_config={},
-        use_v2_model_runner=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value", "message"),
-    [
-        ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8"),
-        ("", "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
-    ],
-)
-def test_configurations_that_were_not_tried(
-    section: str, name: str, value: Any, message: str
-) -> None:
-    config = make_config()
-    policy = streaming(mask=MASK)
-    policy.heads.check_config(policy, config)
-    config.speculative_config = SimpleNamespace(method="ngram")
-    policy.heads.check_config(policy, config)
-    setattr(getattr(config, section) if section else config, name, value)
-    with pytest.raises(ValueError, match=f"was not tried with .*{message}"):
-        policy.heads.check_config(policy, config)
-
-
-def test_what_was_not_rehearsed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cuda"))
-    policy, config = streaming(mask=MASK), make_config()
-    policy.heads.check_config(policy, config)
-    config.speculative_config = SimpleNamespace(method="ngram")
-    with pytest.raises(ValueError, match="not tried on CUDA devices together with --speculative"):
-        policy.heads.check_config(policy, config)
-    config.speculative_config, config.additional_config = None, {"kv_trace": "folder"}
-    with pytest.raises(ValueError, match="not tried on CUDA devices together with --kv-trace"):
-        policy.heads.check_config(policy, config)
-    config.additional_config, config.parallel_config.tensor_parallel_size = {}, 2
-    with pytest.raises(ValueError, match="not tried on CUDA devices together with --tensor"):
-        policy.heads.check_config(policy, config)
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cpu"))
-    policy.heads.check_config(policy, config)
-    config.use_v2_model_runner = True
-    with pytest.raises(ValueError, match="second model runner together with --tensor"):
-        policy.heads.check_config(policy, config)
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cuda"))
-    monkeypatch.setattr(StreamingHeads, "on_cuda", False)  # as of a new kind
-    with pytest.raises(ValueError, match="of kind 'streaming', which was not rehearsed on CUDA"):
-        policy.heads.check_config(policy, config)
+def test_a_kind_that_was_not_rehearsed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamingHeads, "on_cuda", False)
+    with pytest.raises(ValueError, match="does not work on CUDA devices: it was not rehearsed"):
+        refuse(streaming(mask=MASK), asked(Feature.CUDA))
 
 
 def test_a_budget_of_a_hundred_percent_is_no_limit() -> None:

@@ -166,26 +166,13 @@ def test_what_a_state_depends_on() -> None:
     assert EvictedNames.of(resolve(policy, RequestKeys()), _plan(policy, 9, ())) is None
 
 
-@pytest.mark.parametrize(
-    ("policy", "args", "reason"),
-    [
-        ("full", {}, "keeps every token"),
-        ("kcache", {}, "keeps every token"),
-        ("xkv", {}, "solved from the scores of a whole prompt"),
-        ("pyramidinfer", {}, "tokens leave between the layers"),
-        ("h2o", {}, "adds up what all queries"),
-        ("random", {}, "needs positions"),
-        ("snapkv-chunked", {}, "chunk.tokens"),
-        ("streaming-llm", {"schedule": "interval"}, "evicts what is generated"),
-        ("snapkv", {"values": "host"}, "V lies in host memory"),
-        ("snapkv", {"fill_blocks": False}, "fill_blocks is false"),
-    ],
-)
-def test_refused(policy: str, args: dict[str, Any], reason: str) -> None:
-    loaded = load_policy(policy, None, args)
+def test_refused() -> None:
+    """By a part of the policy (`tests/policy/test_capabilities.py`), or by the server."""
     params = SimpleNamespace(extra_args={"kv_turns": []}, prompt_logprobs=None)
-    with pytest.raises(ValueError, match=f"kv_turns does not go with policy .*{reason}.*leave it"):
-        check_request(loaded, params)
+    with pytest.raises(
+        ValueError, match=r"work with kv_turns: .*; leave it out, or send kv_turn_m"
+    ):
+        check_request(load_policy("h2o"), params)
     with pytest.raises(ValueError, match=r"does not work on this server: because; leave it out"):
         check_request(load_policy("snapkv", 64), params, "because")
     assert check_request(load_policy("snapkv", 64), params).turns == ()

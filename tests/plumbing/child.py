@@ -79,7 +79,7 @@ def use_attention_of_cuda(name: str) -> None:
 
     from vllm_pyramid.compat.backend_names import BACKENDS
     from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
-    from vllm_pyramid.frontend import refusals
+    from vllm_pyramid.frontend import features
 
     def backend(cls: type, *args: Any, **kwargs: Any) -> str:
         return BACKENDS[name]
@@ -121,7 +121,7 @@ def use_attention_of_cuda(name: str) -> None:
 
     triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = rounded_rows
     # What does not go with a CPU is not refused.
-    refusals.current_platform = SimpleNamespace(device_type="cuda")
+    features.current_platform = SimpleNamespace(device_type="pretended")
     torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
 
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from vllm_pyramid.methods.pages import SelectPages
-from vllm_pyramid.methods.pages.refusals import try_scorer
+from vllm_pyramid.methods.pages.trial import try_scorer
 from vllm_pyramid.policy import Budget, Policy, load_policy
 from vllm_pyramid.policy.attend import ALL_PAGES
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.page_scorer import PageScorer
 from vllm_pyramid.policy.planning import reusable_tokens
@@ -43,7 +44,7 @@ def test_presets_select_and_travel_as_data(name: str) -> None:
     policy = load_policy(name)
     assert policy.attend.selects and policy.attends and policy.approximates_answers
     assert not policy.works_in_every_step and not policy.splits_at_prompt_end
-    assert policy.why_not_shareable is None
+    assert policy.why_not(Feature.PREFIX_CACHING) is None
     again = Policy.model_validate(policy.as_data())
     assert again == policy and hash(again) == hash(policy)
     other = load_policy(name, args={"attend.budget": "11%"})
@@ -137,7 +138,6 @@ def test_answers_are_not_shared() -> None:
     snapkv = load_policy("snapkv-expected", "50%")
     plans = [policy.plan(1000, 8, SIZE) for policy in (evicted, snapkv)]
     assert reusable_tokens(evicted, plans[0]) == reusable_tokens(snapkv, plans[1])
-    assert "a resumed answer" in str(evicted.why_not_resumable)
 
 
 @pytest.mark.parametrize(

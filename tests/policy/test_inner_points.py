@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.plan import RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import resolve
@@ -158,7 +159,7 @@ def test_what_the_parts_inside_ask_for() -> None:
     """Sums inside the prompt are gathered in every step; a history has its queries at the end."""
     sums = {"chunk.tokens": 256, "chunk.scorer": "accumulated_attention"}
     policy = load_policy("snapkv", 64, sums)
-    assert policy.works_in_every_step and policy.why_not_shareable is not None
+    assert policy.works_in_every_step and policy.why_not(Feature.PREFIX_CACHING)
     assert not load_policy("snapkv", 64, {"chunk.tokens": 256}).works_in_every_step
     history = load_policy("scissorhands", 64, {"chunk.tokens": 512, "schedule": "prompt_end"})
     for prompt_len in range(1424, 2000, 7):

@@ -254,7 +254,7 @@ def test_a_part_that_says_nothing_changes_nothing() -> None:
     part.check_layers(3)
     part.check_budget(policy, policy.budget)
     assert not part.works_in_every_step and not part.works_during_prompt
-    assert not part.splits_at_prompt_end
+    assert not part.splits_at_prompt_end and not part.unsupported
     keys = {"kv_top_n": 3}
     assert part.for_request(keys) is part and keys == {"kv_top_n": 3}
     side: Any = None

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.methods.tiles import refusals
 from vllm_pyramid.plan.chunk_units import ChunkUnits
 from vllm_pyramid.plan.tiles import TILE
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 from vllm_pyramid.policy.request import for_request
 
@@ -25,9 +25,7 @@ SPARSE = {"prefill": "antidiagonal"}
 def test_the_preset_travels_as_data_and_others_are_dense() -> None:
     policy = load_policy("sparse-prefill")
     assert policy.prefill.skips_tiles and policy.attends and not policy.evicts
-    assert not policy.works_in_every_step and policy.why_not_shareable is None
-    evicted = load_policy("snapkv", args=SPARSE)
-    assert "where a turn ended inside a tile" in str(evicted.why_not_resumable)
+    assert not policy.works_in_every_step and policy.why_not(Feature.PREFIX_CACHING) is None
     assert Policy.model_validate(policy.as_data()) == policy
     for name in ("full", "auto", "select", "snapkv-chunked"):
         other = load_policy(name)
@@ -103,8 +101,6 @@ def test_models_without_layers_that_are_sparse_are_refused() -> None:
     policy.check_layers(3)
     with pytest.raises(ValueError, match="the model has 2: nothing would be sparse"):
         policy.check_layers(2)
-    with pytest.raises(ValueError, match="a sliding window or a state"):
-        policy.check_hybrid()
 
 
 def _config(**changes: Any) -> Any:
@@ -113,8 +109,6 @@ def _config(**changes: Any) -> Any:
         "requests": 64,
         "longest": 0,
         "block_size": 16,
-        "drafts": None,
-        "stages": 1,
         **changes,
     }
     return SimpleNamespace(
@@ -124,30 +118,20 @@ def _config(**changes: Any) -> Any:
             long_prefill_token_threshold=given["longest"],
         ),
         cache_config=SimpleNamespace(block_size=given["block_size"]),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=given["stages"]),
-        speculative_config=given["drafts"],
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drafts": object()}, "--speculative-config"),
-        ({"stages": 2}, "--pipeline-parallel-size"),
         ({"block_size": 48}, "set --block-size to 8, 16"),
         ({"tokens": 191}, "--max-num-batched-tokens to at least 192"),
         ({"longest": 127}, "--long-prefill-token-threshold 127"),
     ],
 )
-def test_flags_that_do_not_go_with_tiles(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cpu"))
+def test_sizes_that_do_not_go_with_tiles(changes: dict[str, Any], message: str) -> None:
     policy = load_policy("sparse-prefill")
-    refusals.check_config(policy, _config())
-    refusals.check_config(policy, _config(tokens=192, longest=128, block_size=128))
+    policy.prefill.check_config(policy, _config())
+    policy.prefill.check_config(policy, _config(tokens=192, longest=128, block_size=128))
     with pytest.raises(ValueError, match=message):
-        refusals.check_config(policy, _config(**changes))
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(device_type="cuda"))
-    with pytest.raises(ValueError, match="on CPUs alone"):
-        refusals.check_config(policy, _config())
+        policy.prefill.check_config(policy, _config(**changes))

@@ -12,6 +12,7 @@ import pytest
 from vllm_pyramid.methods.curves import UniformAllocator
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.policy import AUTO, RECOMMENDED, load_policy, load_presets, policy_names
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.probe import probe
@@ -81,14 +82,16 @@ def test_the_examples_of_the_documentation(
     assert documented == packaged
 
     page = DOCS.with_name("write_a_method.md").read_text()
-    scorer, allocator = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (own_example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "my_methods.py").write_text(f"{scorer}\n{allocator}")
+    (tmp_path / "my_methods.py").write_text("\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
     own = load_policy(preset(own_example))
     assert own.scorer.model_dump() == {"kind": "my_methods:NormScorer", "weight": 0.5}
     probe(own, 6, 2, 16)
     args = {"allocator": {"kind": "my_methods:FirstLayersAllocator", "count": 3}, "sinks": 0}
+    learns = load_policy(preset(own_example), None, {"scorer.kind": "my_methods:LearningScorer"})
+    assert learns.why_not(Feature.KV_TURNS) == "it scores by the requests that it has seen"
     plan = load_policy(preset(own_example), 512, args).plan(8192, 8, 16)
     assert plan.end.keep.tolist() == [1016, 1016, 1016, 210, 210, 210, 209, 209]
 

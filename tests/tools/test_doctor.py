@@ -42,6 +42,25 @@ def test_what_it_finds_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert extras["docs"].value == "installed" or "mkdocs" in extras["docs"].value
 
 
+def test_what_does_not_work_with_a_policy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", list)
+    assert main(["doctor", "--kv-policy", "kcache"]) == 0
+    out = capsys.readouterr().out
+    assert "! does not work with --pipeline-parallel-size: V lies in host memory" in out
+    assert "leave it out, or choose a policy without `values: host`" in out
+    assert main(["doctor", "--kv-policy", "snapkv"]) == 0
+    assert "works with: all that any policy works with" in capsys.readouterr().out
+    ridge = ["--kv-policy-args", '{"values": "ridge"}']
+    assert main(["doctor", "--kv-policy", "snapkv", *ridge]) == 0
+    assert "does not work with a cache of 8-bit numbers" in capsys.readouterr().out
+    assert main(["doctor", *ridge]) == 2
+    assert "--kv-policy-args without --kv-policy" in capsys.readouterr().err
+    assert main(["doctor", "--kv-policy", "nothing"]) == 2
+    assert "unknown policy 'nothing'" in capsys.readouterr().err
+
+
 def test_lines_for_people(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

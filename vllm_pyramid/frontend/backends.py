@@ -17,28 +17,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from vllm_pyramid.compat.backend_names import BACKENDS, CPU_BACKEND
 from vllm_pyramid.kernels import get_ops
-from vllm_pyramid.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-def check_backend(chosen: AttentionBackendEnum | str | None) -> None:
-    on_cuda = current_platform.device_type == "cuda"
-    name = chosen.name if isinstance(chosen, AttentionBackendEnum) else chosen
-    if name is not None and (not on_cuda or name.upper() not in BACKENDS):
-        why = "on the CPU only vllm-pyramid's own kernels run; leave the flag out"
-        if on_cuda:
-            why = f"per-layer block tables work with {' and '.join(BACKENDS)}; choose one of them"
-        raise ValueError(f"a KV policy does not work with --attention-backend {name} yet: {why}")
-
-
-def take_backend(config: VllmConfig, policy: Policy) -> str:
+def take_backend(config: VllmConfig) -> str:
     """Register our backend for CUDA, which runs vLLM's kernels on per-layer tables."""
-    if policy.evicts and not policy.fill_blocks:
-        raise ValueError(
-            f"policy {policy.name!r} sets fill_blocks: false, which leaves a partly filled first "
-            "block, and the attention kernels for CUDA cannot mask it: set fill_blocks to true"
-        )
     chosen = config.attention_config.backend
     name = _default_backend(config) if chosen is None else chosen.name
     if reasons := _reasons_against(name, config):
@@ -79,14 +63,8 @@ def take_cpu_backend(config: VllmConfig) -> None:
 def take_draft_backend(config: VllmConfig) -> None:
     """Set our backend for a draft model, whose blocks come from the same pool."""
     speculation = config.speculative_config
-    if speculation is None or not speculation.uses_draft_kv_cache():
-        return
-    if (chosen := speculation.attention_backend) is not None:
-        raise ValueError(
-            f"a KV policy does not work with attention_backend {chosen.name} of a draft model "
-            "(--speculative-config) yet: its layers use the target model's backend; leave it out"
-        )
-    speculation.attention_backend = AttentionBackendEnum.CUSTOM
+    if speculation is not None and speculation.uses_draft_kv_cache():
+        speculation.attention_backend = AttentionBackendEnum.CUSTOM
 
 
 def _default_backend(config: VllmConfig) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -20,19 +19,15 @@ from vllm.platforms import current_platform
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.input_processor import api_servers
 from vllm_pyramid.compat.step_limits import step_limits
-from vllm_pyramid.frontend.backends import (
-    check_backend,
-    take_backend,
-    take_cpu_backend,
-    take_draft_backend,
-)
+from vllm_pyramid.frontend import features
+from vllm_pyramid.frontend.backends import take_backend, take_cpu_backend, take_draft_backend
 from vllm_pyramid.frontend.gpu_runs import warn_unless_run
 from vllm_pyramid.frontend.graphs import check_graphs
 from vllm_pyramid.frontend.layer_kinds import has_states
-from vllm_pyramid.frontend.refusals import OF_CONFIGURATION, refuse
-from vllm_pyramid.frontend.refused_flags import OF_ARGUMENTS
+from vllm_pyramid.frontend.refusals import EVERY_POLICY
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy import AUTO, Policy
+from vllm_pyramid.policy.capabilities import Feature, Used, asked, refuse, why_not
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -43,8 +38,11 @@ _WORKERS = {
 }
 
 
-def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
+def prepare_args(args: EngineArgs, settings: KVSettings) -> Used:
     """Refuse arguments that do not work with a policy; switch off such defaults of vLLM.
+
+    Returns:
+        The features that the user asks for.
 
     Raises:
         ValueError: naming the flag to change.
@@ -57,30 +55,21 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> None:
         raise ValueError(
             f"a KV policy runs on CUDA devices and on CPUs; this is {current_platform.device_type}"
         )
-    if (reason := policy.why_not_shareable) is not None:
-        if args.enable_prefix_caching:
-            raise ValueError(
-                f"policy {policy.name!r} does not work with --enable-prefix-caching: {reason}; "
-                "leave the flag out"
-            )
-        if args.enable_prefix_caching is None:
-            args.enable_prefix_caching = False
-            logger.info("kv-policy %s: prefix caching is off: %s", policy.name, reason)
-    refuse(OF_ARGUMENTS, args, policy)
+    used = features.of_args(args)
+    refuse(policy, used, EVERY_POLICY)
+    reason = policy.why_not(Feature.PREFIX_CACHING)
+    if reason is not None and args.enable_prefix_caching is None:
+        args.enable_prefix_caching = False
+        logger.info("kv-policy %s: prefix caching is off: %s", policy.name, reason)
     if args.pipeline_parallel_size > 1:
         args.async_scheduling = False  # vLLM's default on GPUs, not tried with stages
     for part in policy.parts:
         part.prepare_args(policy, args)
-    check_backend(args.attention_backend or args.attention_config.backend)
-    if envs.VLLM_USE_RUST_FRONTEND:
-        raise ValueError(
-            "a KV policy does not work with VLLM_USE_RUST_FRONTEND yet: it would neither check "
-            "requests nor show counters; unset it"
-        )
     if current_platform.device_type == "cpu":
         from vllm_pyramid.compat.platform import defaults
 
         defaults.choose(args)
+    return used
 
 
 def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVSettings) -> bool:
@@ -99,12 +88,8 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
         changed = choose_weights(args, model_config)
     if not has_states(model_config.hf_text_config, model_config.max_model_len):
         return changed
-    if args.enable_prefix_caching:
-        raise ValueError(
-            "a KV policy does not work with --enable-prefix-caching and this model yet: some of "
-            "its layers have a state, which would have to be stored at each point where another "
-            "prompt may diverge; leave the flag out"
-        )
+    if args.enable_prefix_caching and (policy := settings.policy()) is not None:
+        refuse(policy, asked(Feature.PREFIX_CACHING, Feature.STATES), EVERY_POLICY)
     if args.enable_prefix_caching is None:
         args.enable_prefix_caching = False
         logger.info(
@@ -114,14 +99,11 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
     return changed
 
 
-def finish_config(
-    config: VllmConfig, settings: KVSettings, *, asks_prefix_caching: bool = False
-) -> None:
+def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> None:
     """Check the finished configuration; set our scheduler, worker and attention backend.
 
     Args:
-        asks_prefix_caching: whether the user asked for prefix caching. Some models turn out only
-            later not to support it.
+        of_args: what `prepare_args` returned.
 
     Raises:
         ValueError: naming the flag to change.
@@ -131,11 +113,12 @@ def finish_config(
     served = replace(
         served,
         num_drafts=config.num_speculative_tokens,
-        asks_prefix_caching=asks_prefix_caching,
+        # Some models turn out only later not to support it.
+        asks_prefix_caching=Feature.PREFIX_CACHING in of_args,
     )
-    policy = served.policy
-    refuse(OF_CONFIGURATION, config, policy)
-    served = replace(served, why_no_turns=why_no_turns(config, served))
+    policy, used = served.policy, {**of_args, **features.of_config(config)}
+    refuse(policy, used, EVERY_POLICY)
+    served = replace(served, why_no_turns=why_no_turns(used, served))
     if served.keep_template is not None:
         from vllm_pyramid.compat import chat_renderer
         from vllm_pyramid.frontend.chat_template import TemplateSpans
@@ -151,7 +134,7 @@ def finish_config(
     check_graphs(config, policy)
     _probe(config, policy)
     if current_platform.device_type == "cuda":
-        served = replace(served, backend=take_backend(config, policy))
+        served = replace(served, backend=take_backend(config))
         warn_unless_run(current_platform.get_device_name())
     else:
         take_cpu_backend(config)
@@ -205,21 +188,14 @@ def _check_shadow(config: VllmConfig, *, is_server: bool) -> None:
             f"one front end has to see all requests of one engine; there are {servers} API servers "
             f"and {parallel.data_parallel_size} replicas"
         )
-    elif parallel.pipeline_parallel_size > 1:
-        reason = "it has not been tried with pipeline stages"
-    elif config.num_speculative_tokens:
-        reason = "it has not been tried with drafts"
     if reason is not None:
         raise ValueError(f"--kv-shadow does not work here: {reason}; leave it out")
 
 
-def why_no_turns(config: VllmConfig, served: ServedSettings) -> str | None:
+def why_no_turns(used: Used, served: ServedSettings) -> str | None:
     """Return why the engine cannot resume conversations; see `ServedSettings.why_no_turns`."""
-    model = config.model_config
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "each pipeline stage has a block pool of its own, in which no session is cached yet"
-    if has_states(model.hf_text_config, model.max_model_len):
-        return "layers of this model have a state, which is not stored at the end of a turn yet"
+    if (reason := why_not(EVERY_POLICY, Feature.KV_TURNS, used)) is not None:
+        return reason
     if served.min_last_chunk > served.policy.min_turn:
         return (
             "drafts or a trace make the last chunk of a prompt "

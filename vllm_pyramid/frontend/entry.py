@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.compat.engine_args import ConfigHooks
+    from vllm_pyramid.policy.capabilities import Used
 
 
 class PolicyConfig:
@@ -26,14 +27,13 @@ class PolicyConfig:
 
     def __init__(self, settings: KVSettings) -> None:
         self._settings = settings
-        self._asks_prefix_caching = False
+        self._used: Used = {}
 
     def prepare_args(self, args: EngineArgs) -> None:
         """Refuse what a policy cannot serve, and switch off vLLM's own defaults."""
         from vllm_pyramid.frontend import engine_config
 
-        self._asks_prefix_caching = args.enable_prefix_caching is True  # None: vLLM's default
-        engine_config.prepare_args(args, self._settings)
+        self._used = engine_config.prepare_args(args, self._settings)
 
     def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> bool:
         """Do the same for what depends on the model; return whether the arguments changed."""
@@ -45,9 +45,7 @@ class PolicyConfig:
         """Check the finished configuration and put the policy's classes in place."""
         from vllm_pyramid.frontend import engine_config
 
-        engine_config.finish_config(
-            config, self._settings, asks_prefix_caching=self._asks_prefix_caching
-        )
+        engine_config.finish_config(config, self._settings, self._used)
 
 
 class PolicyFrontEnd:

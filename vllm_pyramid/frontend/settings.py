@@ -29,8 +29,8 @@ from vllm_pyramid.frontend.setting_values import (
 )
 from vllm_pyramid.frontend.shadow_settings import check_shadow, parse_share
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
+from vllm_pyramid.policy.capabilities import Feature, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
-from vllm_pyramid.policy.kept_spans import why_no_spans, why_only_leading
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request_keys import RESUME, parse_turn_mode
 from vllm_pyramid.policy.served_settings import (
@@ -204,13 +204,12 @@ class KVSettings:
 
     def _check_keep(self, policy: Policy) -> None:
         """Raise ValueError unless chats' templates can be kept with the policy."""
-        reason = why_no_spans(policy) or why_only_leading(policy, None)
         if not policy.evicts:
-            reason = "it keeps every token, so the flag would have no effect"
-        if reason is not None:
             raise ValueError(
-                f"kv_keep does not go with policy {self.kv_policy!r}: {reason}; leave it out"
+                f"policy {policy.name!r} keeps every token, so --kv-keep would have no effect: "
+                "leave it out"
             )
+        refuse(policy, dict.fromkeys((Feature.KV_KEEP, Feature.INNER_SPANS), "--kv-keep"))
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> KVSettings | None:

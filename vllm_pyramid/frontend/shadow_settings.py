@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.capabilities import Feature, asked, refuse
 from vllm_pyramid.policy.overrides import RequestOverrides
 
 if TYPE_CHECKING:
@@ -49,11 +50,6 @@ def check_shadow(settings: KVSettings, policy: Policy, overrides: RequestOverrid
         reason = "kv_shadow_floor is the floor of kv_shadow, which is not given"
     elif not policy.evicts:
         reason = f"kv_shadow compares what a policy evicts, and {policy.name!r} keeps every token"
-    elif policy.inner_policy is not None or policy.allocator.thins_prompts:
-        reason = (
-            f"kv_shadow would hold prompts whole that policy {policy.name!r} never holds whole, "
-            "and they may not fit"
-        )
     elif overrides.max_budget is not None or not set(_FALLBACK) <= set(overrides.allowed):
         reason = (
             "kv_shadow lets requests of an application keep everything, and kv_request_overrides "
@@ -61,3 +57,4 @@ def check_shadow(settings: KVSettings, policy: Policy, overrides: RequestOverrid
         )
     if reason is not None:
         raise ValueError(f"{reason}: leave it out")
+    refuse(policy, asked(Feature.SHADOW))

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from vllm_pyramid.policy.capabilities import Declared, Feature
 from vllm_pyramid.policy.kinds import did_you_mean
 from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.rotary import Rotary
@@ -173,20 +173,14 @@ class KvpressScorer(Scorer):
                 "window_size to fewer"
             )
 
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Refuse models whose attention a press computes otherwise, and ranks that share heads."""
-        text_config = config.model_config.hf_text_config
-        ranks = config.parallel_config.tensor_parallel_size
-        if self._needs.heads and ranks > 1:
-            raise ValueError(
-                f"kvpress's {self.press} takes the mean over all heads, which --tensor-parallel-"
-                f"size {ranks} divides: use one rank, or another scorer"
-            )
-        if self._needs.queries and getattr(text_config, "attn_logit_softcapping", None):
-            raise ValueError(
-                f"kvpress's {self.press} computes attention without the cap of this model's "
-                "logits: use another scorer, such as observation_window"
-            )
+    @property
+    def unsupported(self) -> Declared:
+        found: Declared = {}
+        if self._needs.heads:
+            found[Feature.TENSOR_PARALLEL] = "it takes the mean over all heads, which ranks divide"
+        if self._needs.queries:
+            found[Feature.SOFT_CAP] = "it computes attention without the cap"
+        return found
 
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         rows = policy.window if self.needs_queries else 0

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
 from vllm_pyramid.plan.cache import cached_by_bytes
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
 from vllm_pyramid.policy.limits import CACHE_BYTES
 
@@ -66,11 +67,28 @@ class Allocator(Component):
     def check_calibration(self, policy: Policy) -> None:
         """Raise ValueError unless shares of layers can be measured from the lengths it solves."""
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Refuse `kv_turns` if lengths are solved."""
-        if self.solves:
-            return "its lengths are solved from the scores of a whole prompt"
-        return super().why_not_resumable(policy)
+    @property
+    def unsupported(self) -> Unsupported:
+        if self.thins_prompts:
+            drops = "it drops tokens between layers"
+            return {
+                Feature.PIPELINE: f"{drops}, and the next stage expects them",
+                Feature.HIDDEN_STATES: f"{drops}, and drafts need the hidden states of all tokens",
+                Feature.KV_KEEP: drops,
+                Feature.SHADOW: f"{drops}, so prompts that are held whole may not fit",
+            }
+        if not self.solves:
+            return {}
+        why = "its lengths are solved from the scores of a whole prompt"
+        return {
+            Feature.KV_TURNS: why,
+            Feature.KV_KEEP: f"{why}, so what the smallest layer keeps is not known before",
+            Feature.PIPELINE: (
+                "the solver needs the scores of all layers, and a stage has its own",
+                "run `vllm-pyramid calibrate` without the flag and serve the policy that it "
+                "writes, or choose pyramidkv",
+            ),
+        }
 
     @property
     def samples(self) -> bool:

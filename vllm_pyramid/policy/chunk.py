@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from vllm_pyramid.plan import Budget, Plan, RetentionPlan
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
 
@@ -181,24 +180,17 @@ class EvictionPoints(Chunk):
                 f"and sinks: set at least {smallest}"
             )
 
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Return the reason of the scorer at points, if it has one."""
-        inner = policy.inner_policy
-        return None if inner is None else inner.why_not_shareable
-
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Refuse `kv_turns` if there are points."""
-        if self.tokens:
-            return "it evicts at points of its own inside the prompt (chunk.tokens)"
-        return super().why_not_resumable(policy)
-
-    def check_request(self, policy: Policy, params: SamplingParams) -> None:
-        """Refuse prompt_logprobs if there are points."""
-        if self.tokens and params.prompt_logprobs is not None:
-            raise ValueError(
-                "prompt_logprobs would be those of an evicted cache: this policy evicts inside the "
-                "prompt (chunk.tokens); leave them out, or ask with kv_policy full"
-            )
+    @property
+    def unsupported(self) -> Unsupported:
+        if not self.tokens:
+            return {}
+        inside = "it evicts inside the prompt (chunk.tokens)"
+        return {
+            Feature.KV_TURNS: f"{inside}, at points of its own",
+            Feature.PROMPT_LOGPROBS: f"{inside}, so they would be those of an evicted cache",
+            Feature.INNER_SPANS: f"{inside}, behind which each KV head holds other tokens",
+            Feature.SHADOW: f"{inside}, so prompts that are held whole may not fit",
+        }
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         """Return what a scorer of its own gathers between points."""

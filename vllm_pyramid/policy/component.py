@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.sampling_params import SamplingParams
 
     from vllm_pyramid.plan import Budget
     from vllm_pyramid.policy.policy import Policy
@@ -56,11 +57,24 @@ class Component(BaseModel):
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError if this part cannot serve a model of `num_layers`."""
 
-    def check_hybrid(self, policy: Policy) -> None:
-        """Raise ValueError if this part needs every layer of a model to evict."""
-
     def check_budget(self, policy: Policy, budget: Budget) -> None:
         """Raise ValueError if this part cannot work with the budget."""
+
+    @property
+    def unsupported(self) -> Unsupported:
+        """Return which features do not work with this part, each with the reason.
+
+        A class adds to what its base classes say. The reason is a clause about this part ("it looks
+        at ..."); what to do is the feature's own advice, unless it is given: `(reason, fix)`.
+        """
+        if not self.works_in_every_step:
+            return {}
+        return {
+            Feature.DRAFTS: (
+                "it evicts while it generates, which cannot be taken back when a draft is rejected",
+                "choose a policy that evicts prompts, such as pyramidkv",
+            )
+        }
 
     @property
     def works_in_every_step(self) -> bool:
@@ -102,22 +116,6 @@ class Component(BaseModel):
         """Return whether no step may have tokens of the prompt and tokens behind it."""
         return False
 
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Return why a prompt cannot begin with blocks of another request; None: it can.
-
-        It can if its KV is that of the full cache until the prompt's end, and an eviction depends
-        only on the cache and the prompt's last queries.
-        """
-        return None
-
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Return why the policy cannot evict where earlier turns ended (`kv_turns`); None: it can.
-
-        It can if a prompt may be evicted several times, each eviction depends only on the cache and
-        the latest queries, and all that the next turn needs is in the device's blocks.
-        """
-        return self.why_not_shareable(policy)
-
     @property
     def copies_blocks(self) -> bool:
         """Return whether all of a block is in one page of the device, which is copied with it."""
@@ -126,20 +124,17 @@ class Component(BaseModel):
     # When an engine starts or a request comes ---------------------------------------------------
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
-        """Refuse or set engine arguments before vLLM resolves its defaults.
+        """Check numbers in the engine's arguments, or set them, before vLLM has its defaults.
 
         Raises:
             ValueError: naming the flag to change.
         """
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Raise ValueError, naming the flag to change, if the finished configuration does not suit.
+        """Raise ValueError, naming the flag to change, for numbers that do not suit this part.
 
         Called in the front end alone: what it changes in `config` is seen by all processes.
         """
-
-    def check_request(self, policy: Policy, params: SamplingParams) -> None:
-        """Raise ValueError if a request wants what this part cannot give."""
 
     def for_request(self, keys: dict[str, Any]) -> Component:
         """Return this part as a request wants it.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -31,14 +32,21 @@ class Heads(Component):
         splits: whether each KV head has a block table and a length of its own.
         has_budget: whether the policy's budget says how much is kept.
         solves: whether lengths are solved from the prompt's scores at its end.
-        on_cuda: whether it was rehearsed with the attention of CUDA devices, and is served there.
     """
 
     section: ClassVar[str] = "heads"
     splits: ClassVar[bool] = False
     has_budget: ClassVar[bool] = True
     solves: ClassVar[bool] = False
-    on_cuda: ClassVar[bool] = False
+
+    @property
+    def unsupported(self) -> Unsupported:
+        if not self.splits:
+            return {}
+        return {
+            Feature.HOST_CACHE: "a slot has a block of each layer, not of each KV head",
+            Feature.KV_KEEP: "what its KV heads keep does not grow with the spans",
+        }
 
     def lanes(self, num_kv_heads: int) -> int:
         """Return the lanes of a layer with `num_kv_heads` KV heads."""
@@ -87,5 +95,4 @@ class Heads(Component):
 class AlikeHeads(Heads):
     """Give all KV heads of a layer one block table and one length."""
 
-    on_cuda: ClassVar[bool] = True
     kind: Literal["alike"] = "alike"

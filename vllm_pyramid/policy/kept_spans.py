@@ -22,7 +22,6 @@ from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.limits import MAX_SPANS
 
 if TYPE_CHECKING:
-    from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.policy.request import ServedRequest
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -83,49 +82,6 @@ def leading(spans: Spans) -> int:
 def only_leading(spans: Spans) -> Spans:
     """Return the span that begins at position 0, if there is one."""
     return spans[:1] if leading(spans) else ()
-
-
-def why_no_spans(policy: Policy) -> str | None:
-    """Return why spans cannot be kept with a policy; None if they can."""
-    if not policy.evicts:
-        return None  # every token is kept
-    if policy.solves:
-        return (
-            "its lengths are solved from the scores of a whole prompt, so what the smallest "
-            "layer keeps is not known before"
-        )
-    if policy.allocator.thins_prompts:
-        return "tokens leave its forward pass between layers"
-    if policy.heads.splits:
-        return "what its KV heads keep does not grow with the spans"
-    if policy.schedule.every:
-        return "it also evicts generated tokens, and what a layer keeps of the prompt changes"
-    return None
-
-
-def why_only_leading(policy: Policy, turns: tuple[int, ...] | None) -> str | None:
-    """Return why a request keeps no span but one that begins at position 0; None if it does."""
-    if policy.inner_policy is not None:
-        return "the policy evicts inside the prompt (chunk.tokens)"
-    if turns is not None and policy.evicts:
-        return "the conversation is evicted more than once (kv_turns)"
-    return None
-
-
-def check_spans(policy: Policy, spans: Spans, turns: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless a request with this policy and these turns can keep the spans."""
-    if not spans:
-        return
-    if (reason := why_no_spans(policy)) is not None:
-        raise ValueError(
-            f"kv_keep does not go with policy {policy.name!r} yet: {reason}; leave it out"
-        )
-    reason = why_only_leading(policy, turns)
-    if reason is not None and only_leading(spans) != spans:
-        raise ValueError(
-            f"kv_keep can only name a span that begins at token 0 here: {reason}, and behind an "
-            "eviction each KV head holds other tokens; leave the other spans out"
-        )
 
 
 def needed_tokens(spans: Spans, point: EvictionPoint) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from vllm_pyramid.policy.capabilities import Declared, Feature
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -39,6 +40,24 @@ class PageScorer(Component):
     summary_kind: ClassVar[str | None] = None
     score_kind: ClassVar[str] = "rows"
     needs_queries: ClassVar[bool] = False
+
+    @property
+    def unsupported(self) -> Declared:
+        spread, found = "choose attend.scorer spread", Declared()
+        if ":" in self.kind:
+            found[Feature.HOST_FOLDER] = (
+                "files hold its summaries, and its code may be another after a restart"
+            )
+        if self.needs_queries or not self.has_kernels:
+            found[Feature.CUDA] = (
+                "it runs in PyTorch and would wait for the device in each step",
+                f"{spread} or box, or serve on a CPU",
+            )
+        if self.needs_queries:
+            keeps = "it keeps the queries of a page until it is full"
+            found[Feature.DRAFTS] = f"{keeps}, and drafts would overwrite them", spread
+            found[Feature.SHARED_LAYERS] = f"{keeps}, and such layers have others", spread
+        return found
 
     @property
     def summary_rows(self) -> int:

@@ -23,6 +23,7 @@ from vllm_pyramid.plan import (
     with_turns,
 )
 from vllm_pyramid.plan.cache import cached_by_bytes
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.limits import CACHE_BYTES, FREE_EVICTIONS, TOKENS_PER_EVICTION
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def plan_prompt(
     policy.check_layers(num_layers)
     of_heads = policy.heads.plan(policy, prompt_len, num_layers, block_size, budget)
     if of_heads is not None:
-        assert not turns, "refused by `Component.why_not_resumable`"
+        assert not turns, "refused by the part's `unsupported`"
         return of_heads
     plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
     if not turns:
@@ -66,7 +67,7 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     whose blocks are bundles of their own. Where prompts are computed sparsely it is the sparse
     part, as far as no eviction writes to it, and the KV is found by its `cache_key`.
     """
-    if policy.why_not_shareable is not None or plan.pieces:
+    if policy.why_not(Feature.PREFIX_CACHING) is not None or plan.pieces:
         return 0
     if policy.prefill.skips_tiles:
         sparse = policy.prefill.sparse_tokens(plan.prompt_len)

@@ -10,7 +10,7 @@ the other processes as data (`Policy.as_data`).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +29,7 @@ from pydantic import (
 from vllm_pyramid.plan import Budget, IntArray, Plan
 from vllm_pyramid.policy.allocator import Allocator
 from vllm_pyramid.policy.attend import Attend, DenseAttention
+from vllm_pyramid.policy.capabilities import Feature, Refusal, refusals_of, why_not
 from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
 from vllm_pyramid.policy.component import Component
 from vllm_pyramid.policy.heads import AlikeHeads, Heads
@@ -245,17 +246,14 @@ class Policy(BaseModel):
         """Whether steps must end at the prompt's end, even if nothing is evicted."""
         return any(part.splits_at_prompt_end for part in self.parts)
 
-    @property
-    def why_not_shareable(self) -> str | None:
-        """Why a request cannot share blocks with others; None if it can."""
-        return next(filter(None, (part.why_not_shareable(self) for part in self.parts)), None)
+    @cached_property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """What does not work with this policy: the rows of all its parts."""
+        return refusals_of(self)
 
-    @property
-    def why_not_resumable(self) -> str | None:
-        """Why a request cannot resume a conversation (`kv_turns`); None if it can."""
-        if not self.fill_blocks:
-            return "fill_blocks is false, and later evictions score whole blocks"
-        return next(filter(None, (part.why_not_resumable(self) for part in self.parts)), None)
+    def why_not(self, feature: Feature, used: Iterable[Feature] = ()) -> str | None:
+        """Return why a feature does not work beside those in use; None if it does."""
+        return why_not(self.refusals, feature, used)
 
     @property
     def min_turn(self) -> int:
@@ -276,11 +274,6 @@ class Policy(BaseModel):
         """Raise ValueError if the policy cannot work with a model of `num_layers` layers."""
         for part in self.parts:
             part.check_layers(num_layers)
-
-    def check_hybrid(self) -> None:
-        """Raise ValueError if the policy needs every layer of a model to evict."""
-        for part in self.parts:
-            part.check_hybrid(self)
 
     def check_budget(self, budget: Budget) -> None:
         """Raise ValueError if this policy cannot work with the budget."""
@@ -321,7 +314,7 @@ class Policy(BaseModel):
             block_size: tokens of a cache block; the largest if layers differ.
             budget: the request's own instead of the policy's; it must have passed `check_budget`.
             turns: where earlier turns' prompts ended, increasing and below `prompt_len`; only if
-                `why_not_resumable` is None.
+                `kv_turns` work with the policy.
 
         Returns:
             A `RetentionPlan`, or a `DeferredPlan` if the lengths depend on the prompt's scores and

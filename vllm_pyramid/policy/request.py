@@ -15,14 +15,8 @@ from vllm_pyramid.plan import Plan
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
-from vllm_pyramid.policy.kept_spans import (
-    Spans,
-    check_spans,
-    merged,
-    only_leading,
-    parse_spans,
-    why_only_leading,
-)
+from vllm_pyramid.policy.capabilities import Feature, asked, refusals, refuse, why_not
+from vllm_pyramid.policy.kept_spans import Spans, merged, only_leading, parse_spans
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import EXACT, RESUME, RequestKeys, check_names
 
@@ -33,6 +27,20 @@ KEEP_EVERYTHING = {"kv_policy": FULL_POLICY}
 ALLOCATOR_KEY = "vllm_pyramid_allocator"
 # The front end adds this key to a chat: the spans of its template that the server keeps.
 TEMPLATE_KEY = "vllm_pyramid_keep"
+# What requests cannot have together, whatever the policy.
+TOGETHER = refusals(
+    {
+        (Feature.INNER_SPANS, Feature.KV_TURNS): (
+            "the conversation is evicted more than once, and behind an eviction each KV head holds "
+            "other tokens",
+            Feature.INNER_SPANS.fix,
+        ),
+        (Feature.PROMPT_LOGPROBS, Feature.LATER_TURN): (
+            "they would be those of an evicted cache, since the prompt is evicted from where its "
+            "earlier turns ended"
+        ),
+    }
+)
 
 
 class ServedRequest(NamedTuple):
@@ -63,6 +71,27 @@ class ServedRequest(NamedTuple):
     def resumed_turns(self) -> tuple[int, ...] | None:
         """The turns at whose ends the prompt is evicted; None if no later one resumes it."""
         return None if self.exact else self.turns
+
+    def check(self, params: Any = None) -> None:
+        """Raise ValueError if the request has settings or parameters that do not go together.
+
+        Args:
+            params: vLLM's `SamplingParams`; None if they are not looked at.
+        """
+        if self.turns is None and not self.keep and params is None:
+            return
+        turns = self.resumed_turns
+        used = {
+            Feature.KV_TURNS: turns is not None,
+            Feature.LATER_TURN: bool(turns),
+            Feature.KV_KEEP: bool(self.keep),
+            Feature.INNER_SPANS: only_leading(self.keep) != self.keep,
+            Feature.PROMPT_LOGPROBS: params is not None and params.prompt_logprobs is not None,
+        }
+        words = asked(*(feature for feature, is_used in used.items() if is_used))
+        if turns is not None and self.session is not None:
+            words[Feature.KV_TURNS] = "kv_session"
+        refuse(self.policy, words, TOGETHER)
 
     def check_turns(self, prompt_len: int) -> None:
         """Raise ValueError if an earlier turn ends behind the request's prompt."""
@@ -144,21 +173,11 @@ def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> Serve
             "request came another way: send kv_turns"
         )
     exact = keys.turns is not None and (keys.turn_mode or turn_mode) == EXACT
-    if keys.turns is not None and not exact and (reason := chosen.why_not_resumable) is not None:
-        raise ValueError(
-            f"{_asked(keys.session)} does not go with policy {chosen.name!r} yet: {reason}; leave "
-            f"it out, or send kv_turn_mode {EXACT!r}"
-        )
     served = ServedRequest(
         chosen, budget, keys.application, keys.turns, keys.keep, exact, session=keys.session
     )
-    check_spans(chosen, keys.keep, served.resumed_turns)
+    served.check()
     return served
-
-
-def _asked(session: str | None) -> str:
-    """Return the key with which a request asked for turns."""
-    return "kv_turns" if session is None else "kv_session"
 
 
 # Of a key that no part of a policy takes: what the policy does.
@@ -202,11 +221,12 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
     if not extra_args or TEMPLATE_KEY not in extra_args:
         return served
     spans = parse_spans(extra_args[TEMPLATE_KEY], "the chat's template")
-    if why_only_leading(served.policy, served.resumed_turns) is not None:
+    used = () if served.resumed_turns is None else (Feature.KV_TURNS,)
+    if why_not((*TOGETHER, *served.policy.refusals), Feature.INNER_SPANS, used) is not None:
         spans = only_leading(spans)
-    keep = merged((*served.keep, *spans))
-    check_spans(served.policy, keep, served.resumed_turns)
-    return served._replace(keep=keep)
+    served = served._replace(keep=merged((*served.keep, *spans)))
+    served.check()
+    return served
 
 
 def check_request(
@@ -226,17 +246,11 @@ def check_request(
     served = resolve(policy, RequestKeys.parse(params.extra_args), turn_mode)
     served = with_template(served, params.extra_args)
     if served.resumed_turns is not None and why_no_turns is not None:
+        key = "kv_turns" if served.session is None else "kv_session"
         raise ValueError(
-            f"{_asked(served.session)} does not work on this server: {why_no_turns}; leave it "
-            f"out, or send kv_turn_mode {EXACT!r}"
+            f"{key} does not work on this server: {why_no_turns}; {Feature.KV_TURNS.fix}"
         )
-    if served.resumed_turns and params.prompt_logprobs is not None:
-        raise ValueError(
-            "prompt_logprobs would be those of an evicted cache: the prompt is evicted from where "
-            f"its earlier turns ended ({_asked(served.session)}); leave one of them out"
-        )
-    for part in served.policy.parts:
-        part.check_request(served.policy, params)
+    served.check(params)
     return served
 
 

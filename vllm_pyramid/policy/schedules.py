@@ -12,16 +12,14 @@ is computed again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from vllm_pyramid.plan import EvictionPoint, IntArray
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
-
-if TYPE_CHECKING:
-    from vllm_pyramid.policy.policy import Policy
 
 
 class Schedule(Component):
@@ -43,11 +41,15 @@ class Schedule(Component):
         """Whether decode steps may end at an eviction."""
         return self.every > 0
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Refuse `kv_turns` if generated tokens are evicted."""
-        if self.every:
-            return f"the schedule {self.kind!r} evicts what is generated, too"
-        return super().why_not_resumable(policy)
+    @property
+    def unsupported(self) -> Unsupported:
+        if not self.every:
+            return {}
+        why = "it also evicts generated tokens"
+        return {
+            Feature.KV_TURNS: why,
+            Feature.KV_KEEP: f"{why}, and what a layer keeps of the prompt changes",
+        }
 
     def keep(self, prompt: EvictionPoint, computed: int, usual: EvictionPoint) -> IntArray:
         """Return the tokens that each layer keeps per KV head at a later eviction: `[L]`.

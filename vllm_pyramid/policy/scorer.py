@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
 
 if TYPE_CHECKING:
@@ -137,13 +138,13 @@ class Scorer(Component):
                 "`score(self, inputs)`"
             )
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Refuse `kv_turns` for scorers that need positions, or rank nothing."""
+    @property
+    def unsupported(self) -> Unsupported:
         if not self.evicts:
-            return "it keeps every token, so there is nothing to resume from"
+            return {Feature.KV_TURNS: "it keeps every token, so there is nothing to resume from"}
         if self.needs_positions:
-            return f"the scorer {self.kind!r} needs positions, which survivors do not have"
-        return super().why_not_resumable(policy)
+            return {Feature.KV_TURNS: "it needs positions, which survivors do not have"}
+        return {}
 
     def check(self, policy: Policy) -> None:
         """Refuse policies without the window or the schedule that this scorer needs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
 
 
@@ -17,6 +18,17 @@ class Values(Component):
 
     section: ClassVar[str] = "values"
     uses_swap_space: ClassVar[bool] = False
+
+    @property
+    def unsupported(self) -> Unsupported:
+        if self.copies_blocks:
+            return {}
+        away = "V lies in host memory"
+        return {
+            Feature.PIPELINE: f"{away}, in a pool that is made for all layers",
+            Feature.HOST_CACHE: f"{away}, and does not follow its block to another place there",
+            Feature.SCALED_CACHE: f"{away}, and vLLM has no such layout for rows of K alone",
+        }
 
     def on_device(self, layer: int) -> bool:
         """Return whether the device's pages hold V of this layer, counted from the bottom."""

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 from vllm_pyramid.compat.drafts import draft_layers
 from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.policy.capabilities import Feature, asked, refuse
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
@@ -67,7 +68,7 @@ class WorkerLayers:
             drafts,
         )
         if roles.stock_groups.keys() - drafts or roles.readers:
-            policy.check_hybrid()
+            refuse(policy, asked(Feature.OTHER_LAYERS))
         policy.check_layers(sum(spec.lanes for spec in roles.evicting.values()))
         worker_roles = roles.of_stage(stock)
         layers = [spec.layer_idx for spec in worker_roles.evicting.values()]

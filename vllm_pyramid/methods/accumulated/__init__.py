@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -61,13 +62,14 @@ class AccumulatingScorer(Scorer):
     def works_in_every_step(self) -> bool:
         return True
 
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        if not self.gathers(policy):
-            return None
-        return (
-            f"the scorer {self.kind!r} adds up what all queries of a request give each key, and a "
-            "shared prefix comes without these sums"
-        )
+    @property
+    def unsupported(self) -> Unsupported:
+        return {
+            Feature.PREFIX_CACHING: (
+                "it adds up what all queries of a request give each key, and a shared prefix comes "
+                "without these sums"
+            )
+        }
 
     @classmethod
     def check_class(cls) -> None:

@@ -26,10 +26,10 @@ from pydantic import Field
 from vllm_pyramid.methods.streaming_heads.split import HeadLengths
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.allocator import Integers, point_of_tokens
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
@@ -116,39 +116,30 @@ class SolvedHeads(HeadLengths):
                 f"from the scores of a whole prompt: leave {ignored} out"
             )
 
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        """Refuse prefix caching, and with it sessions and the host cache."""
-        return (
-            "the lengths of its heads follow from a prompt's scores, so no block is known before "
-            "to stay untouched"
-        )
-
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Refuse ranks and devices where the solved lengths would not reach all who need them."""
-        from vllm.platforms import current_platform
-
-        from vllm_pyramid.methods.streaming_heads.refusals import check_alone
-
-        parallel, reason = config.parallel_config, None
-        if parallel.tensor_parallel_size > 1:
-            reason = (
-                "--tensor-parallel-size: ranks share block tables, and each would solve other "
-                "lengths for the heads at the same place"
-            )
-        elif parallel.pipeline_parallel_size > 1:
-            reason = (
-                "--pipeline-parallel-size: the scheduler hears the last stage, which does not "
-                "know the lengths of the others"
-            )
-        elif current_platform.device_type != "cpu":
-            reason = "CUDA devices, where solving would wait for the device in every layer"
-        if reason is not None:
-            raise ValueError(
-                f"policy {policy.name!r} has {self.kind} heads, which do not go with {reason}; "
-                "leave it out, or choose another policy"
-            )
-        check_alone(policy, config, "with lengths that are solved")
-        super().check_config(policy, config)
+    @property
+    def unsupported(self) -> Unsupported:
+        untried = "it was not tried with lengths that are solved"
+        return {
+            Feature.PREFIX_CACHING: (
+                "the lengths of its heads follow from a prompt's scores, so no block is known "
+                "before to stay untouched"
+            ),
+            Feature.KV_KEEP: (
+                "its lengths are solved from the scores of a whole prompt, so what the smallest "
+                "layer keeps is not known before"
+            ),
+            Feature.TENSOR_PARALLEL: (
+                "ranks share block tables, and each would solve other lengths for the heads at the "
+                "same place"
+            ),
+            Feature.PIPELINE: (
+                "the scheduler hears the last stage, which does not know the lengths of the others"
+            ),
+            Feature.CUDA: "solving would wait for the device in every layer",
+            Feature.DATA_PARALLEL: untried,
+            Feature.DRAFTS: untried,
+            Feature.TRACE: untried,
+        }
 
 
 class AdaptiveHeads(SolvedHeads):

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.values import Values
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
@@ -61,8 +60,14 @@ class HostValues(Values):
     def copies_blocks(self) -> bool:
         return False
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        return "V lies in host memory, which copies of the device's blocks do not include"
+    @property
+    def unsupported(self) -> Unsupported:
+        return {
+            Feature.DRAFTS: "it fetches what one token attends to, and drafts are several",
+            Feature.KV_TURNS: (
+                "V lies in host memory, which copies of the device's blocks do not include"
+            ),
+        }
 
     def check(self, policy: Policy) -> None:
         if any(part.works_during_prompt for part in policy.parts):
@@ -78,14 +83,6 @@ class HostValues(Values):
             raise ValueError(
                 f"values: host keeps V of {self.device_layers} layers on the device, and the model "
                 f"has {num_layers}: nothing would be in host memory; lower `device_layers`"
-            )
-
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        if config.speculative_config is not None:
-            raise ValueError(
-                f"policy {policy.name!r} keeps V in host memory (values: host) and fetches what "
-                "one token attends to; speculative decoding has several in a step: leave "
-                "--speculative-config out, or choose a policy that keeps V on the device"
             )
 
     def for_request(self, keys: dict[str, Any]) -> HostValues:

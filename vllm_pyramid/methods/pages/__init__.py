@@ -27,6 +27,7 @@ from vllm_pyramid.plan import Budget, IntArray
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.allocator import Allocator, CurveAllocator
 from vllm_pyramid.policy.attend import ALL_PAGES, ATTEND_KEY, Attend
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.page_scorer import PageScorer
@@ -123,11 +124,19 @@ class SelectPages(Attend):
     def approximates_answers(self) -> bool:
         return True
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        return (
-            "its answers attend to selected pages (attend: pages), so a resumed answer would not "
-            "be the one that is computed again"
-        )
+    @property
+    def unsupported(self) -> Unsupported:
+        return {
+            Feature.KV_TURNS: (
+                "its answers attend to selected pages, so a resumed answer would not be the one "
+                "that is computed again"
+            ),
+            Feature.SCALED_CACHE: "summaries of pages know one scale a layer",
+            (Feature.DRAFTS, Feature.CUDA): (
+                "pages are chosen by the host's word of each token's position, which drafts make "
+                "wrong there"
+            ),
+        }
 
     def check(self, policy: Policy) -> None:
         """Refuse parts with which the selection of pages cannot work, or was not tried."""
@@ -184,9 +193,19 @@ class SelectPages(Attend):
         self.allocator.check_layers(num_layers - self.dense_layers)
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        from vllm_pyramid.methods.pages.refusals import check_config
+        """Try a page scorer of the user's own."""
+        if ":" not in self.scorer.kind:
+            return
+        from vllm_pyramid.methods.pages.trial import try_scorer
 
-        check_config(policy, config)
+        model, parallel = config.model_config, config.parallel_config
+        try_scorer(
+            self.scorer,
+            model.get_num_attention_heads(parallel),
+            model.get_num_kv_heads(parallel),
+            model.get_head_size(),
+            config.cache_config.block_size,
+        )
 
     def for_request(self, keys: dict[str, Any]) -> SelectPages:
         """Return this part with a request's own budget."""

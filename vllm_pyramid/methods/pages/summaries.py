@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.methods.pages.refusals import check_result
+from vllm_pyramid.methods.pages.trial import check_result
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.pages.choosing import Filling

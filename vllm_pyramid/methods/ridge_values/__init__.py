@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.values import Values
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
-
-_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 class RidgeValues(Values):
@@ -63,14 +60,9 @@ class RidgeValues(Values):
                 f"policy {policy.name!r} cannot change the kept values (values: ridge): {reason}"
             )
 
-    def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Raise ValueError for caches of 8 bits, which round away much of a change."""
-        if (dtype := config.cache_config.cache_dtype) not in _DTYPES:
-            raise ValueError(
-                f"policy {policy.name!r} changes the kept values (values: ridge), and a KV cache "
-                f"of type {dtype} would round the changes away: leave --kv-cache-dtype out, or "
-                "choose `values: device`"
-            )
+    @property
+    def unsupported(self) -> Unsupported:
+        return {Feature.CACHE_OF_8_BITS: "it would round the changes of the kept values away"}
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.ridge_values.worker import RidgeHooks

@@ -18,6 +18,7 @@ from vllm_pyramid.methods.streaming_heads.score_files import (
     check_lanes,
     read_scores,
 )
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.heads import Heads
 
 if TYPE_CHECKING:
@@ -26,14 +27,19 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
 
 
+RANKS = (Feature.TENSOR_PARALLEL, Feature.PIPELINE, Feature.DATA_PARALLEL)
+
+
 class HeadLengths(Heads):
     """Base class of kinds that give each KV head a block table and a length of its own.
 
     Class attributes:
         plain: kinds that other sections must have, with which lengths of heads were tried.
+        on_cuda: whether it was rehearsed with the attention of CUDA devices, and is served there.
     """
 
     splits: ClassVar[bool] = True
+    on_cuda: ClassVar[bool] = False
     plain: ClassVar[Mapping[str, str]] = {
         "allocator": "uniform",
         "selector": "top_k",
@@ -70,19 +76,30 @@ class HeadLengths(Heads):
                 f"scorer {scorer.kind!r} {reason}: choose another, such as observation_window"
             )
 
-    def check_hybrid(self, policy: Policy) -> None:
-        """Refuse models of which some layers do not evict, or read another layer's cache."""
-        raise ValueError(
-            f"policy {policy.name!r} gives each KV head a length of its own (heads), which goes "
-            "with models of which every layer has full attention and a cache of its own alone so "
-            "far: choose a policy without `heads`"
-        )
+    @property
+    def unsupported(self) -> Unsupported:
+        untried = "it was not tried with KV heads that have lengths of their own"
+        alone = (*RANKS, Feature.DRAFTS, Feature.TRACE)
+        places = (Feature.CUDA, Feature.SECOND_RUNNER)
+        return {
+            Feature.OTHER_LAYERS: (
+                "each KV head has a length of its own, which goes with models of which every layer "
+                "has full attention and a cache of its own alone so far"
+            ),
+            Feature.DRAFT_MODEL: untried,
+            Feature.CACHE_OF_8_BITS: untried,
+            **{(one, place): untried for place in places for one in alone},
+            **({} if self.on_cuda else {Feature.CUDA: "it was not rehearsed there"}),
+        }
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Refuse what was not tried together with tables of single heads."""
-        from vllm_pyramid.methods.streaming_heads.refusals import check_config
-
-        check_config(policy, config)
+        """Raise ValueError unless the model has the shape for which this part is made."""
+        model, parallel = config.model_config, config.parallel_config
+        self.check_shape(
+            model.get_total_num_hidden_layers(),
+            model.get_total_num_kv_heads(),
+            model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
+        )
 
 
 class SplitHeads(HeadLengths):
@@ -124,9 +141,13 @@ class SplitHeads(HeadLengths):
         assert self.head_scores is not None, "their layers are those of the model"
         return of_heads.reshape(len(self.head_scores), self.ranks, -1)
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        """Refuse sessions."""
-        return "states of which each KV head has a length of its own are not saved yet"
+    @property
+    def unsupported(self) -> Unsupported:
+        return {
+            Feature.KV_TURNS: (
+                "states of which each KV head has a length of its own are not saved yet"
+            )
+        }
 
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError unless the scores can be those of as many lanes."""

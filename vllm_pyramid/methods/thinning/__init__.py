@@ -27,6 +27,7 @@ from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.thinning.plans import later_point, thinning_plan
 from vllm_pyramid.plan import Budget, EvictionPoint, IntArray, Plan
 from vllm_pyramid.policy.allocator import Allocator
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.schedules import Schedule
 from vllm_pyramid.policy.selectors import Selector
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.sampling_params import SamplingParams
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.eviction_batch import EvictionBatch
@@ -87,11 +87,14 @@ class RecentEnsembleScorer(AccumulatingScorer):
                 f"thinned by the schedule thin_generated, not by {policy.schedule.kind!r}"
             )
 
-    def why_not_shareable(self, policy: Policy) -> str | None:
-        return (
-            "tokens leave between the layers while a prompt is processed, so the KV of a prefix "
-            "depends on the budget"
-        )
+    @property
+    def unsupported(self) -> Unsupported:
+        return {
+            Feature.PREFIX_CACHING: (
+                "tokens leave between the layers while a prompt is processed, so the KV of a "
+                "prefix depends on the budget"
+            )
+        }
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         if not isinstance(policy.schedule, ThinGeneratedSchedule):
@@ -153,29 +156,24 @@ class DecayAllocator(Allocator):
                 f"upper limit, is a percentage such as 50%, not {budget} tokens"
             )
 
+    @property
+    def unsupported(self) -> Unsupported:
+        drops = "it drops tokens between layers"
+        return {
+            Feature.LORA: f"{drops}, and adapters are chosen by a token's place in the step",
+            Feature.OTHER_LAYERS: f"{drops}, and layers with windows or states need all of them",
+            Feature.PROMPT_LOGPROBS: f"{drops}, before those of the prompt have any",
+        }
+
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         from vllm_pyramid.methods.thinning.engine import check_thinning_args
 
         check_thinning_args(args, policy, self)
 
-    def check_hybrid(self, policy: Policy) -> None:
-        raise ValueError(
-            f"policy {policy.name!r} drops tokens between layers, and this model has layers that "
-            "need all of them (windows, states) or read others' caches: choose another policy"
-        )
-
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
         from vllm_pyramid.methods.thinning.engine import check_thinning_config
 
         check_thinning_config(config, policy, self)
-
-    def check_request(self, policy: Policy, params: SamplingParams) -> None:
-        if params.prompt_logprobs is not None:
-            raise ValueError(
-                f"prompt_logprobs with policy {policy.name!r}: tokens of the prompt leave the "
-                "forward pass before they have any; leave them out, or send "
-                '{"kv_policy": "full"} along'
-            )
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.thinning.worker import Thinner

@@ -30,7 +30,7 @@ WARM_UP_TOKENS = 16
 
 
 def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocator) -> None:
-    """Refuse arguments that do not go together with tokens that leave the forward pass.
+    """Refuse pieces that are too small for a GPU's warm-up, and set the size of a step.
 
     A step gets room for a piece and a full batch that decodes, unless its size was set: vLLM's
     own default for servers is one piece, which would wait until nothing decodes.
@@ -43,11 +43,6 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
         raise ValueError(
             f"policy {policy.name!r} has piece_tokens {thinner.piece_tokens}, and vLLM warms a GPU "
             f"up with prompts of {WARM_UP_TOKENS} tokens in one step: raise it to that"
-        )
-    if args.enable_lora:
-        raise ValueError(
-            f"policy {policy.name!r} does not work with --enable-lora: adapters are chosen by the "
-            "place of a token in the step, and tokens leave it between layers; leave the flag out"
         )
     if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
         room = thinner.piece_tokens + (

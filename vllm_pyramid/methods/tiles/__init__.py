@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from vllm_pyramid.plan.tiles import TILE
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.prefill import Prefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
@@ -57,11 +57,20 @@ class AntidiagonalTiles(Prefill):
     def attends(self) -> bool:
         return True
 
-    def why_not_resumable(self, policy: Policy) -> str | None:
-        return (
-            "its prompts attend to chosen tiles (prefill: antidiagonal), and where a turn ended "
-            "inside a tile a resumed prompt would not be the one that is computed again"
-        )
+    @property
+    def unsupported(self) -> Unsupported:
+        tiles = "its prompts attend to chosen tiles"
+        return {
+            Feature.CUDA: f"{tiles}, of which no kernels for CUDA read lists",
+            Feature.DRAFTS: f"{tiles}, which was not tried with drafts",
+            Feature.PIPELINE: f"{tiles}, which was not tried with several stages",
+            Feature.OTHER_LAYERS: f"{tiles}, which was not tried with a sliding window or a state",
+            Feature.PROMPT_LOGPROBS: f"{tiles}, so they would be approximate",
+            Feature.KV_TURNS: (
+                f"{tiles}, and where a turn ended inside a tile a resumed prompt would not be the "
+                "one that is computed again"
+            ),
+        }
 
     def check(self, policy: Policy) -> None:
         """Refuse parts with which a sparse prefill cannot work, or was not tried."""
@@ -110,25 +119,33 @@ class AntidiagonalTiles(Prefill):
                 f"model has {num_layers}: nothing would be sparse; lower `dense_layers`"
             )
 
-    def check_hybrid(self, policy: Policy) -> None:
-        raise ValueError(
-            f"policy {policy.name!r} computes prompts sparsely (prefill: antidiagonal), which was "
-            "not tried with models of which some layers have a sliding window or a state, or share "
-            "a cache: leave the section prefill out"
-        )
-
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        from vllm_pyramid.methods.tiles.refusals import check_config
-
-        check_config(policy, config)
-
-    def check_request(self, policy: Policy, params: SamplingParams) -> None:
-        """Refuse prompt_logprobs, which would be those of approximate attention."""
-        if params.prompt_logprobs is not None:
+        """Refuse sizes of steps and blocks with which a prompt cannot be computed in tiles."""
+        scheduler, block_size = config.scheduler_config, config.cache_config.block_size
+        longest = scheduler.long_prefill_token_threshold
+        # Decoding requests come first; a prompt needs a whole tile of what they leave.
+        needed = TILE + scheduler.max_num_seqs
+        reason = None
+        if TILE % block_size:
+            reason = (
+                f"a tile of {TILE} tokens is not a number of blocks of {block_size}: set "
+                "--block-size to 8, 16, 32, 64 or 128"
+            )
+        elif scheduler.max_num_batched_tokens < needed:
+            reason = (
+                f"a step of {scheduler.max_num_batched_tokens} tokens may have no room for a tile "
+                f"of {TILE} next to {scheduler.max_num_seqs} requests that decode: set "
+                f"--max-num-batched-tokens to at least {needed}, or lower --max-num-seqs"
+            )
+        elif 0 < longest < TILE:
+            reason = (
+                f"--long-prefill-token-threshold {longest} is smaller than a tile: set at least "
+                f"{TILE}"
+            )
+        if reason is not None:
             raise ValueError(
-                f"prompt_logprobs with policy {policy.name!r} would be approximate: its prompts "
-                "attend to chosen tiles (prefill: antidiagonal); leave them out, or send "
-                '{"kv_policy": "full"} along'
+                f"policy {policy.name!r} computes prompts sparsely (prefill: antidiagonal), and "
+                f"{reason}; or leave the section prefill out"
             )
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:

@@ -49,7 +49,7 @@ class EvictionHooks(WorkerHooks):
         """Look at what survives, or change it, before it moves.
 
         Kept places may lie in blocks that other requests share, or find later as the full cache's.
-        Write to them only for a policy that gives a reason as `why_not_shareable`; others write
+        Write to them only for a policy without prefix caching (`unsupported`); others write
         behind the move (`after_compact`), to blocks that are this request's alone.
 
         Args:

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.versions import runs_without_plugins
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.tools.bench.job import STOCK_OFFLOADING, Job, Variant, variants_of
 from vllm_pyramid.tools.bench.options import Agents, EngineOptions, Latency, Prefix, Throughput
 from vllm_pyramid.tools.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
@@ -121,8 +122,8 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
         )
     if offloads and job.host_cache is None:
         raise ValueError(f"{STOCK_OFFLOADING} takes part in `bench agents` alone: leave it out")
-    for memory in map(job.memory, variants) if job.resume else ():
-        if memory is not None and (reason := memory.policy.why_not_resumable) is not None:
+    for memory in filter(None, map(job.memory, variants) if job.resume else ()):
+        if (reason := memory.policy.why_not(Feature.KV_TURNS)) is not None:
             raise ValueError(f"--resume and {memory.policy.name}: {reason}; leave out one of them")
     if any(variant.is_stock for variant in variants) and not runs_without_plugins():
         raise ValueError(

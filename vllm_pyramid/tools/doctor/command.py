@@ -8,6 +8,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.policy import load_policy
 from vllm_pyramid.tools.doctor import checks
 
 
@@ -38,6 +40,27 @@ def _show(findings: list[checks.Finding]) -> None:
         console.print(Text("An engine with a policy can start here.", style="bold green"))
 
 
+def of_policy(name: str, args: dict[str, Any]) -> list[checks.Finding]:
+    """Find what does not work with a policy, whatever there is to run it.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    rows = load_policy(name, None, args).refusals
+    if not rows:
+        return [checks.Finding(f"policy {name}", "works with", "all that any policy works with")]
+    return [
+        checks.Finding(
+            f"policy {name}",
+            f"does not work {row.what()}",
+            f"{row.reason} ({row.part})",
+            checks.NOTE,
+            row.fix,
+        )
+        for row in rows
+    ]
+
+
 def add_command(commands: Any) -> None:
     """Add `vllm-pyramid doctor` to the commands."""
     parser = commands.add_parser(
@@ -47,12 +70,20 @@ def add_command(commands: Any) -> None:
         "without starting an engine. Exit status: 0 if an engine with a policy can start here, 1 "
         "if not. Paste its output into a report of a fault.",
     )
+    parser.add_argument(
+        "--kv-policy", help="name or .yaml file: say what does not work with this policy, too"
+    )
+    parser.add_argument("--kv-policy-args", help="JSON, as of a server")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.kv_policy is None and args.kv_policy_args is not None:
+        raise ValueError("--kv-policy-args without --kv-policy would have no effect: leave it out")
     findings = checks.examine()
+    if args.kv_policy is not None:
+        findings += of_policy(args.kv_policy, parse_policy_args(args.kv_policy_args))
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

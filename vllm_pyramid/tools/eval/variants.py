@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.tools.command_parts import split_cache_dtype
 
 __all__ = ["Variant", "budgets_of", "parse_variants"]
@@ -120,7 +121,7 @@ def parse_variants(text: str, flag: str) -> tuple[Variant, ...]:
             without = name.removesuffix(f"@{TURNS}")
             policy, cache_dtype = split_cache_dtype(without)
             variant = Variant(policy, args, cache_dtype, turns=without != name)
-            reason = variant.load().why_not_resumable
+            reason = variant.load().why_not(Feature.KV_TURNS)
             if variant.turns and reason is not None:
                 raise ValueError(f"{variant.label!r}: the policy takes no kv_turns: {reason}")
         except ValueError as error:

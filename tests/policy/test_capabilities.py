@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of capabilities: what the parts of a policy refuse, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_pyramid.frontend.refusals import EVERY_POLICY
+from vllm_pyramid.methods.accumulated import AccumulatingScorer
+from vllm_pyramid.methods.kvpress_presses import KvpressScorer
+from vllm_pyramid.policy import load_policy, load_presets
+from vllm_pyramid.policy.capabilities import (
+    OF_REQUESTS,
+    Declared,
+    Feature,
+    asked,
+    refusals,
+    refuse,
+    unsupported_by,
+    why_not,
+)
+from vllm_pyramid.policy.request import TOGETHER
+
+pytestmark = pytest.mark.cpu
+
+F = Feature
+OWN_PAGES = {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}}
+SPARSE = {"prefill": "antidiagonal"}
+HOST = {"values": "host"}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "features", "reason"),
+    [
+        ("h2o", {}, {F.PREFIX_CACHING}, "adds up what all queries"),
+        ("h2o", {}, {F.HOST_CACHE}, "adds up what all queries"),
+        ("h2o", {}, {F.KV_TURNS}, "adds up what all queries"),
+        ("h2o", {}, {F.DRAFTS}, "evicts while it generates.*such as pyramidkv"),
+        ("h2o", {}, {F.KV_KEEP}, "also evicts generated tokens"),
+        ("streaming-llm", {"schedule": "interval"}, {F.DRAFTS}, "evicts while it generates"),
+        ("streaming-llm", {"schedule": "interval"}, {F.KV_TURNS}, "also evicts generated"),
+        ("full", {}, {F.KV_TURNS}, "keeps every token"),
+        ("kcache", {}, {F.KV_TURNS}, "keeps every token"),
+        ("random", {}, {F.KV_TURNS}, "needs positions"),
+        ("snapkv", {"fill_blocks": False}, {F.KV_TURNS}, r"\(fill_blocks: false\).*whole blocks"),
+        ("snapkv", {"fill_blocks": False}, {F.CUDA}, "do not mask; set fill_blocks to true"),
+        ("xkv", {}, {F.KV_TURNS}, "solved from the scores of a whole prompt"),
+        ("xkv", {}, {F.KV_KEEP}, "solved .* smallest layer keeps is not known"),
+        ("zigzagkv", {}, {F.PIPELINE}, "vllm-pyramid calibrate"),
+        ("snapkv-chunked", {}, {F.KV_TURNS}, "chunk.tokens"),
+        ("snapkv-chunked", {}, {F.PROMPT_LOGPROBS}, "evicted cache; .*full"),
+        ("snapkv-chunked", {}, {F.INNER_SPANS}, "begin behind token 0: it evicts inside"),
+        ("snapkv-chunked", {}, {F.SHADOW}, "may not fit"),
+        ("snapkv", {"chunk": {"tokens": 512, "scorer": "accumulated_attention"}},
+         {F.PREFIX_CACHING}, r"\(chunk.scorer: accumulated_attention\)"),
+        ("snapkv", {"chunk": {"tokens": 512, "scorer": "accumulated_attention"}},
+         {F.DRAFTS}, r"\(chunk: points\)"),
+        ("pyramidinfer", {}, {F.PREFIX_CACHING}, "tokens leave between the layers"),
+        ("pyramidinfer", {}, {F.KV_TURNS}, "tokens leave between the layers"),
+        ("pyramidinfer", {}, {F.KV_KEEP}, "drops tokens between layers"),
+        ("pyramidinfer", {}, {F.LORA}, "adapters are chosen"),
+        ("pyramidinfer", {}, {F.PIPELINE}, "the next stage expects them"),
+        ("pyramidinfer", {}, {F.OTHER_LAYERS}, "layers with windows or states"),
+        ("pyramidinfer", {}, {F.HIDDEN_STATES}, "hidden states of all tokens; draft by"),
+        ("pyramidinfer", {}, {F.PROMPT_LOGPROBS}, "before those of the prompt have any; .*full"),
+        ("pyramidinfer", {}, {F.SHADOW}, "may not fit"),
+        ("kcache", {}, {F.DRAFTS}, "what one token attends to"),
+        ("kcache", {}, {F.PIPELINE}, "made for all layers"),
+        ("kcache", {}, {F.HOST_CACHE}, "another place"),
+        ("kcache", {}, {F.SCALED_CACHE}, "rows of K alone; use --kv-cache-dtype fp8"),
+        ("snapkv", HOST, {F.KV_TURNS}, "V lies in host memory"),
+        ("snapkv", {"values": "ridge"}, {F.CACHE_OF_8_BITS}, "would round the changes"),
+        ("select", {}, {F.DRAFTS, F.CUDA}, "the host's word of each token's position"),
+        ("select", {}, {F.SCALED_CACHE}, "one scale a layer"),
+        ("snapkv", {"attend": "pages"}, {F.KV_TURNS}, "a resumed answer"),
+        ("select", OWN_PAGES, {F.HOST_FOLDER}, "may be another after a restart"),
+        ("select", OWN_PAGES, {F.CUDA}, "would wait for the device"),
+        ("infllm", {}, {F.CUDA}, "would wait for the device.*choose attend.scorer spread"),
+        ("infllm", {}, {F.DRAFTS}, "drafts would overwrite them"),
+        ("infllm", {}, {F.SHARED_LAYERS}, "such layers have others"),
+        ("sparse-prefill", {}, {F.CUDA}, "no kernels for CUDA"),
+        ("sparse-prefill", {}, {F.DRAFTS}, "--speculative-config"),
+        ("sparse-prefill", {}, {F.PIPELINE}, "--pipeline-parallel-size"),
+        ("sparse-prefill", {}, {F.OTHER_LAYERS}, "a sliding window or a state"),
+        ("sparse-prefill", {}, {F.PROMPT_LOGPROBS}, "approximate; .*full"),
+        ("snapkv", SPARSE, {F.KV_TURNS}, "where a turn ended inside a tile"),
+        ("duoattention", {}, {F.KV_TURNS}, "a length of its own are not saved"),
+        ("duoattention", {}, {F.KV_KEEP}, "does not grow with the spans"),
+        ("duoattention", {}, {F.HOST_CACHE}, "a block of each layer"),
+        ("duoattention", {}, {F.OTHER_LAYERS}, "every layer has full attention"),
+        ("duoattention", {}, {F.DRAFT_MODEL}, "not tried .*; draft by ngram"),
+        ("duoattention", {}, {F.CACHE_OF_8_BITS}, "not tried .*leave --kv-cache-dtype out"),
+        *(
+            ("duoattention", {}, {one, place}, f"{one.words} {place.words}: it was not tried")
+            for one in (F.TENSOR_PARALLEL, F.PIPELINE, F.DATA_PARALLEL, F.DRAFTS, F.TRACE)
+            for place in (F.CUDA, F.SECOND_RUNNER)
+        ),
+        ("adakv", {}, {F.PREFIX_CACHING}, "the lengths of its heads follow from a prompt's"),
+        ("adakv", {}, {F.KV_TURNS}, "the lengths of its heads follow from a prompt's"),
+        ("adakv", {}, {F.KV_KEEP}, "lengths are solved"),
+        ("adakv", {}, {F.TENSOR_PARALLEL}, "each would solve other lengths"),
+        ("fastgen", {}, {F.PIPELINE}, "does not know the lengths of the others"),
+        ("adakv", {}, {F.CUDA}, "wait for the device in every layer"),
+        ("adakv", {}, {F.DATA_PARALLEL}, "lengths that are solved"),
+        ("adakv", {}, {F.DRAFTS}, "lengths that are solved"),
+        ("adakv", {}, {F.TRACE}, "lengths that are solved"),
+    ],
+)  # fmt: skip
+def test_what_a_part_refuses(
+    name: str, args: dict[str, Any], features: set[Feature], reason: str
+) -> None:
+    """All features of a row have to be in use."""
+    policy = load_policy(name, None, args)
+    with pytest.raises(ValueError, match=f"^policy '{name}' (?=.* does not work ).*{reason}"):
+        refuse(policy, asked(*features))
+    for one in features if len(features) > 1 else ():
+        refuse(policy, asked(*(features - {one})))
+
+
+def test_what_nothing_stands_against() -> None:
+    for name in ("snapkv", "pyramidkv", "auto"):
+        assert load_policy(name).refusals == ()
+    streams = load_policy("duoattention")
+    alone = (F.TENSOR_PARALLEL, F.PIPELINE, F.DATA_PARALLEL, F.DRAFTS, F.TRACE, F.CPU)
+    refuse(streams, asked(*alone))
+    refuse(streams, asked(F.CUDA, F.PREFIX_CACHING))
+    refuse(load_policy("select"), asked(F.DRAFTS, F.CPU, F.PIPELINE, F.CACHE_OF_8_BITS))
+    refuse(load_policy("infllm"), asked(F.PIPELINE, F.DATA_PARALLEL, F.CPU))
+    refuse(load_policy("pyramidinfer"), asked(F.DRAFTS, F.DRAFT_MODEL))
+    for name in ("full", "kcache", "select"):
+        refuse(load_policy(name), asked(F.KV_KEEP, F.INNER_SPANS, F.PROMPT_LOGPROBS))
+
+
+def test_a_press_refuses_what_it_computes_otherwise() -> None:
+    tova, snapkv = KvpressScorer(press="TOVAPress"), KvpressScorer(press="SnapKVPress")
+    assert unsupported_by(tova).keys() == {F.TENSOR_PARALLEL, F.SOFT_CAP, F.KV_TURNS}
+    assert unsupported_by(snapkv).keys() == {F.SOFT_CAP, F.KV_TURNS}
+
+
+class Picky(AccumulatingScorer):
+    """A scorer of a user's own, which says what it does not support, and nothing twice."""
+
+    kind: str = "test:Picky"
+
+    @property
+    def unsupported(self) -> Declared:
+        return {F.LORA: ("it knows one model", "use one"), F.PREFIX_CACHING: "it remembers"}
+
+
+def test_a_class_adds_to_what_its_base_classes_say() -> None:
+    found = unsupported_by(Picky())
+    assert found.keys() == {F.LORA, F.PREFIX_CACHING, F.HOST_CACHE, F.KV_TURNS, F.DRAFTS}
+    assert found[F.PREFIX_CACHING] == found[F.KV_TURNS] == "it remembers"
+    rows = {row.features: row for row in refusals(found, "scorer: test:Picky")}
+    assert rows[(F.LORA,)].fix == "use one"
+    error = rows[(F.PREFIX_CACHING,)].error(load_policy("snapkv"), {})
+    assert str(error) == (
+        "policy 'snapkv' (scorer: test:Picky) does not work with --enable-prefix-caching: it "
+        "remembers; leave it out, or choose a policy without `scorer: test:Picky`"
+    )
+    said = rows[(F.KV_TURNS,)].error(load_policy("snapkv"), {F.KV_TURNS: "kv_session"})
+    assert "kv_session: it remembers; leave it out, or send kv_turn_mode 'exact'" in str(said)
+
+
+@pytest.mark.parametrize("row", [*EVERY_POLICY, *TOGETHER], ids=lambda row: row.what())
+def test_what_no_policy_takes(row: Any) -> None:
+    """Each row names the features and what to do, and stands for all of its features alone."""
+    policy = load_policy("pyramidkv")
+    with pytest.raises(ValueError, match=r"^a KV policy \(--kv-policy\) does not work ") as error:
+        refuse(policy, asked(*row.features), [row])
+    for part in (row.reason, row.fix, *(feature.words for feature in row.features)):
+        assert part and part in str(error.value)
+    for one in row.features:
+        refuse(policy, asked(*(set(row.features) - {one})), [row])
+        others = set(row.features) - {one}
+        assert why_not([row], one, others) == row.reason
+        assert not others or why_not([row], one) is None
+
+
+def test_every_feature_is_refused_by_someone() -> None:
+    rows = [*EVERY_POLICY, *TOGETHER, *(row for one in load_presets() for row in one.refusals)]
+    rows += refusals(unsupported_by(KvpressScorer(press="SnapKVPress")), "scorer: kvpress")
+    rows += load_policy("snapkv", None, {"values": "ridge"}).refusals
+    rows += load_policy("select", None, OWN_PAGES).refusals
+    assert {feature for row in rows for feature in row.features} == set(Feature)
+    assert all(row.reason and row.fix for row in rows)
+    assert set(Feature) > OF_REQUESTS
