@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.bench import (
-    SALTS,
-    Bench,
-    edge_jobs,
-    fresh,
-    small_pool,
-    step_tokens,
-    whole_blocks,
-)
+from tests.engine.bench import SALTS, Bench, edge_jobs, fresh, small_pool, step_tokens, whole_blocks
 from tests.engine.conversations import Rows
 from tests.engine.matrix import BLOCK, WHOLE
 from tests.engine.oracles import check_evictions, check_log_probabilities, held_at_evictions

@@ -11,17 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.bench import (
-    Bench,
-    fresh,
-    small_pool,
-    step_tokens,
-    stock_blocks,
-)
+from tests.engine.bench import Bench, fresh, small_pool, step_tokens, stock_blocks
 from tests.engine.matrix import BLOCK
-from tests.engine.support import (
-    Engine,
-)
+from tests.engine.support import Engine
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 

@@ -9,22 +9,10 @@ from typing import Any
 
 import torch
 
-from tests.engine.bench import (
-    SALTS,
-    Bench,
-    fresh,
-    small_pool,
-    whole_blocks,
-)
+from tests.engine.bench import SALTS, Bench, fresh, small_pool, whole_blocks
 from tests.engine.conversations import Rows, kept_at_end
 from tests.engine.matrix import BLOCK, WHOLE
-from tests.engine.support import (
-    Job,
-    Outcome,
-    greedy,
-    kept_at_evictions,
-    random_prompts,
-)
+from tests.engine.support import Job, Outcome, greedy, kept_at_evictions, random_prompts
 
 ANSWER = 18  # tokens of a turn
 
@@ -95,8 +83,7 @@ def _cached(bench: Bench) -> Callable[..., int]:
 
 
 def _but_window(bench: Bench, tokens: int) -> int:
-    policy = bench.policy
-    least = max(policy.window, 2) if policy.scorer.needs_queries else 2
+    least = max(bench.policy.trace_window, 2)  # whose attention scores, or a trace reports
     return (tokens - least) // BLOCK * BLOCK
 
 

@@ -10,12 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.engine.support import (
-    Engine,
-    Job,
-    Outcome,
-    greedy,
-)
+from tests.engine.support import Engine, Job, Outcome, greedy
 from tests.scheduler.checks import check_pool
 
 

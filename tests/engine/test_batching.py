@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support import (
-    Engine,
-    EnginePool,
-    Job,
-    assert_same_tokens,
-    greedy,
-    random_prompts,
-)
+from tests.engine.support import Engine, EnginePool, Job, assert_same_tokens, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 

@@ -56,7 +56,7 @@ TESTS = [
     for check, applies in BATTERY.items()
     if applies(case)
 ]
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_every_preset_has_a_row() -> None:

@@ -14,13 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import (
-    Engine,
-    EnginePool,
-    Job,
-    greedy,
-    random_prompts,
-)
+from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.kernels.cpu import functions as cpu
 

@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from tests.engine.bench import small_pool
-from tests.engine.support import (
-    Engine,
-    EnginePool,
-    Job,
-    greedy,
-    random_prompts,
-)
+from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 
 pytestmark = pytest.mark.engine

@@ -18,14 +18,7 @@ import pytest
 import torch
 
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import (
-    Engine,
-    EnginePool,
-    Job,
-    Outcome,
-    greedy,
-    random_prompts,
-)
+from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.host_values import HostValues
 

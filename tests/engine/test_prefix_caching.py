@@ -12,13 +12,7 @@ import pytest
 from tests.engine.bench import small_pool
 from tests.engine.conversations import Rows, cached_tokens
 from tests.engine.families import make_family
-from tests.engine.support import (
-    EnginePool,
-    Job,
-    assert_same_tokens,
-    greedy,
-    random_prompts,
-)
+from tests.engine.support import EnginePool, Job, assert_same_tokens, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 

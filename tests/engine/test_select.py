@@ -19,13 +19,7 @@ import torch
 
 from tests.engine.drafts import count_drafts
 from tests.engine.hybrids import make_hybrid
-from tests.engine.paged_paper import (
-    PagedModel,
-    Pages,
-    SummaryCheck,
-    pages_read,
-    selecting_layers,
-)
+from tests.engine.paged_paper import PagedModel, Pages, SummaryCheck, pages_read, selecting_layers
 from tests.engine.support import (
     Engine,
     EnginePool,
