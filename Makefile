@@ -130,7 +130,7 @@ test-isas: $(STAMP)  ## Tests of the C++ kernels on each instruction set in turn
 # As on a processor with AVX2 alone: our kernels, PyTorch's, oneDNN's, and vLLM's build for AVX2.
 AVX2_TESTS ?= $(addprefix tests/kernels/,test_instruction_sets.py test_cpu_pages.py \
   test_shared_attention.py test_cpu_nan.py) $(KERNEL_TESTS) $(addprefix tests/engine/, \
-  test_right_tokens.py test_identity.py test_generation.py test_fp8.py test_thinning.py \
+  test_battery.py test_right_tokens.py test_identity.py test_generation.py test_fp8.py test_thinning.py \
   test_select.py test_shared_prefixes.py)
 test-avx2: $(STAMP)  ## Tests of kernels and engines on AVX2 alone.
 	VLLM_PYRAMID_CPU_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(TEST_ENV) \

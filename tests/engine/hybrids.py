@@ -21,12 +21,6 @@ SETTINGS: dict[str, Any] = {
     "kv_policy_args": {"window": 8},
 }
 _WITH_EXPERTS = ("llama4", "gpt-oss")
-# Windows; chunks, with experts; sinks, with experts; layers that read another's cache. Each as it
-# is, one of them compiled too.
-FAMILIES = [
-    *((name, False) for name in ("gemma3", *_WITH_EXPERTS, "gemma3n")),
-    pytest.param("gemma3", True, marks=pytest.mark.slow),
-]
 
 
 def make_hybrid(family: str, folder: Path) -> Path:

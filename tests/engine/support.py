@@ -30,6 +30,7 @@ class Job:
 
     Attributes:
         embeds: `[len(prompt), hidden size]`, sent in place of the token ids. lora: its adapter.
+        salt: with which it finds prefixes; None: those of all requests without one.
     """
 
     prompt: list[int]
@@ -39,6 +40,7 @@ class Job:
     name: str = field(default_factory=lambda: f"job{next(_COUNTER)}")
     embeds: torch.Tensor | None = field(default=None, kw_only=True)
     lora: Any = field(default=None, kw_only=True)
+    salt: str | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -122,9 +124,11 @@ class Engine:
         while waiting or self.client.has_unfinished_requests():
             while waiting and waiting[0].arrival <= step:
                 job = waiting.pop(0)
-                prompt = {"prompt_token_ids": job.prompt}
+                prompt: dict[str, Any] = {"prompt_token_ids": job.prompt}
                 if job.embeds is not None:
                     prompt = {"prompt_embeds": job.embeds}
+                if job.salt is not None:
+                    prompt["cache_salt"] = job.salt
                 request_id = self.client.add_request(
                     job.name, prompt, job.params, lora_request=job.lora
                 )
@@ -163,6 +167,12 @@ class Engine:
         for hooks in self.scheduler.pyramid.hooks:
             for kept in ("_requests", "_of_request", "_averaged"):
                 assert not getattr(hooks, kept, None), f"{kept} keeps finished requests"
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a layer."""
+        config = self.core.vllm_config
+        return int(config.model_config.get_num_kv_heads(config.parallel_config))
 
     def shuffle_blocks(self, seed: int = 0) -> None:
         """Put the free blocks into random order, so that neighbours in a table are far apart."""

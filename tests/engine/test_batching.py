@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support import (
-    Engine,
-    EnginePool,
-    Job,
-    assert_same_tokens,
-    greedy,
-    random_prompts,
-)
-from tests.scheduler.checks import check_pool
+from tests.engine.support import Engine, EnginePool, Job, assert_same_tokens, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -164,20 +156,6 @@ def test_extreme_lengths(engine: Engine) -> None:
         assert run.output.outputs[0].finish_reason == "length"
         assert len(run.report["kept_tokens"]) == 8
         assert (run.report["evicted_tokens"] > 0) == (n >= 255)
-    engine.check_whole()
-
-
-def test_abort(engine: Engine) -> None:
-    """While waiting, inside a prompt, right after its end, and while decoding."""
-    prompts = _prompts(*[700] * 6)
-    jobs = [
-        Job(prompt, greedy(30), abort_after=steps)
-        for prompt, steps in zip(prompts, [0, 2, 3, 4, 20, None], strict=True)
-    ]
-    outcomes = engine.run(jobs, lambda engine: check_pool(engine.coordinator))
-    assert [run.output is None for run in outcomes] == [True] * 5 + [False]
-    (alone,) = engine.run([Job(prompts[5], greedy(30))])
-    assert len(outcomes[5].token_ids) == len(alone.token_ids) == 30
     engine.check_whole()
 
 

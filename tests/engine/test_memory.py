@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
-from tests.scheduler.checks import check_pool
 
 pytestmark = pytest.mark.engine
 
@@ -20,49 +19,6 @@ BLOCK = 16
 
 def _blocks(tokens: int) -> int:
     return -(-tokens // BLOCK)
-
-
-@pytest.mark.parametrize("fill_blocks", [True, False])
-def test_blocks_held_after_prefill(
-    engines: EnginePool, tiny_model: Callable[[str], Path], fill_blocks: bool
-) -> None:
-    """Step by step: the whole prompt until it has been processed, then ceil((n - skip_l) / 16)."""
-    engine = engines.get(
-        tiny_model("llama-mha"),
-        kv_policy="pyramidkv",
-        kv_budget=64,
-        kv_policy_args={"fill_blocks": fill_blocks},
-        dtype="float32",
-        max_num_batched_tokens=200,
-    )
-    seen: dict[str, list[tuple[int, list[int]]]] = {}
-
-    def record(engine: Engine) -> None:
-        check_pool(engine.coordinator)
-        for request in engine.scheduler.running:
-            seen.setdefault(request.request_id, []).append(
-                (request.num_computed_tokens, engine.coordinator.blocks_held(request.request_id))
-            )
-
-    lengths = [640, 333, 160, 97, 70, 40, 3]
-    jobs = [Job(prompt, greedy(20)) for prompt in random_prompts(lengths)]
-    for outcome in engine.run(jobs, record):
-        n = len(outcome.job.prompt)
-        skips = [n - kept for kept in outcome.report["kept_tokens"]]
-        assert (max(skips) > 0) == (n > 64 + (BLOCK if fill_blocks else 0)), (n, skips)
-        after_prefill = 0
-        for computed, held in seen[outcome.request_id]:
-            if computed <= n:  # the step that ends the prompt still holds all of it
-                assert held == [_blocks(computed)] * engine.num_layers
-            else:
-                after_prefill += 1
-                assert held == [_blocks(computed) - skip // BLOCK for skip in skips]
-        assert after_prefill > 10
-        assert outcome.report["blocks_before"] == _blocks(n) * engine.num_layers
-        assert outcome.report["blocks_after"] == sum(_blocks(n) - skip // BLOCK for skip in skips)
-        if fill_blocks:
-            assert outcome.report["blocks_after"] == sum(_blocks(n - skip) for skip in skips)
-    engine.check_whole()
 
 
 # More fits ----------------------------------------------------------------------------------------

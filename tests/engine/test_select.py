@@ -19,20 +19,13 @@ import torch
 
 from tests.engine.drafts import count_drafts
 from tests.engine.hybrids import make_hybrid
-from tests.engine.paged_paper import (
-    PagedModel,
-    Pages,
-    SummaryCheck,
-    pages_read,
-    selecting_layers,
-)
+from tests.engine.paged_paper import PagedModel, Pages, SummaryCheck, pages_read, selecting_layers
 from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
     Outcome,
     assert_same_tokens,
-    count_preemptions,
     greedy,
     random_prompts,
 )
@@ -360,40 +353,6 @@ def test_what_is_not_read_may_hold_anything(engines: EnginePool, model: Path) ->
 
 # Invariance ---------------------------------------------------------------------------------------
 
-FEW = (97, 257, 512, 330)
-
-
-@pytest.fixture(scope="module")
-def alone(engines: EnginePool, model: Path) -> list[Outcome]:
-    """Each request by itself, with nothing in the cache."""
-    engine = engines.get(model, **SELECT)
-    found = []
-    for job in _jobs(lengths=FEW):
-        found += _fresh(engine).run([job])
-    _assert_read(found)
-    return found
-
-
-def test_batches_chunks_and_prefixes_change_nothing(
-    engines: EnginePool, model: Path, alone: list[Outcome]
-) -> None:
-    engine = _fresh(engines.get(model, **SELECT))
-    check = SummaryCheck()
-    together = engine.run(_jobs(lengths=FEW), check)
-    assert_same_tokens(together, alone)
-    _assert_read(together)
-    again = engine.run(_jobs(lengths=FEW), check)
-    assert check.pages > 5000
-    assert_same_tokens(again, alone)
-    _assert_read(again)
-    # A prompt is found whole, but for its last token; an answer is not found at all.
-    assert [one.cached for one in again] == [(n - 1) // N * N for n in FEW]
-    longer = [
-        Job(one.job.prompt + one.token_ids, greedy(2, logprobs=2)) for one in (alone[1], alone[3])
-    ]
-    assert [one.cached for one in engine.run(longer)] == [257 // N * N, 330 // N * N]
-    engine.check_whole()
-
 
 def test_a_conversation_of_eight_turns(engines: EnginePool, model: Path) -> None:
     """Each turn finds the prompt before it and computes the answer again, as if nothing were found.
@@ -423,26 +382,6 @@ def test_a_conversation_of_eight_turns(engines: EnginePool, model: Path) -> None
         cold += _fresh(engine).run([Job(prompt, greedy(9, logprobs=2))])
     assert_same_tokens(found, cold)
     _assert_read(found)
-
-
-def test_preempted_requests_choose_again(
-    engines: EnginePool, model: Path, alone: list[Outcome]
-) -> None:
-    """What they had generated is computed again, several tokens in a step: a row for each."""
-    settings = {**SELECT, "max_model_len": 640, "enable_prefix_caching": False}
-    engine = engines.get(model, **settings, num_gpu_blocks_override=LAYERS * 58)
-    long = [Job(one.job.prompt, greedy(60, logprobs=2)) for one in alone[:3]]
-    roomy = [engine.run([job])[0] for job in long]
-    again = [Job(job.prompt, job.params) for job in long]
-    check = SummaryCheck()
-    with count_preemptions(engine) as count:
-        outcomes = engine.run(again, check)
-    assert check.pages > 5000
-    assert count["all"] >= 1
-    assert_same_tokens(outcomes, roomy)
-    tokens = [one.report["attended_tokens"] for one in outcomes]
-    assert max(tokens) > 59 and min(tokens) == 59
-    engine.check_whole()
 
 
 def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:

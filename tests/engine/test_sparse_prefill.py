@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.engine.sparse_prefill import (
-    LAYERS,
     MODEL,
     SETTINGS,
     TILE,
@@ -31,7 +30,6 @@ from tests.engine.support import (
     Job,
     Outcome,
     assert_same_tokens,
-    count_preemptions,
     greedy,
     random_prompts,
 )
@@ -61,26 +59,6 @@ def test_with_all_tiles_it_is_full(
         assert read(outcome) == visible(len(outcome.job.prompt))
     assert sum(map(read, outcomes)) > 0
     engine.check_whole()
-
-
-def test_chunks_neighbours_and_preemptions_change_nothing(engines: EnginePool, model: Path) -> None:
-    engine = engines.get(model, **sparse())
-    alone = fresh(engine).run(jobs(apart=50))
-    together = fresh(engine).run(jobs(apart=0)[::-1])[::-1]
-    assert_same_tokens(together, alone)
-    small = engines.get(
-        model,
-        **sparse(max_num_batched_tokens=200, max_num_seqs=4, num_gpu_blocks_override=100 * LAYERS),
-        enable_prefix_caching=False,
-        kv_admission="prompt",
-    )
-    lengths = (300, 600, 700, 500)
-    with count_preemptions(small) as preempted:
-        cut = small.run(jobs(lengths, apart=0))
-    whole = engines.get(model, **sparse(max_num_batched_tokens=1024)).run(jobs(lengths, apart=50))
-    assert_same_tokens(cut, whole)
-    if not preempted["all"]:
-        assert list(map(read, cut)) == list(map(read, whole))
 
 
 def test_prefixes_are_found_under_the_policy_alone(engines: EnginePool, model: Path) -> None:

@@ -244,46 +244,6 @@ def test_models(
     engine.check_whole()
 
 
-def test_other_requests_and_preemption(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """In a pool that is too small, beside requests that opt out or have a budget of their own.
-
-    A request that comes back takes the same pieces, and then its generated tokens in one chunk.
-    """
-    path = tiny_model("llama-mha")
-    engine = engines.get(
-        path,
-        kv_policy_args=ARGS,
-        kv_trace=str(tmp_path),
-        kv_admission="prompt",
-        num_gpu_blocks_override=4 * 44 + 1,
-        **{**ENGINE, "max_model_len": 640},
-    )
-    engine.shuffle_blocks()
-    prompts = random_prompts([300, 64, 401, 128, 390, 200], seed=5)
-    extras: list[dict[str, Any]] = [{}, {}, {}, {"kv_policy": "full"}, {}, {"kv_budget": "70%"}]
-    jobs = [
-        Job(prompt, greedy(90, logprobs=1, **extra), arrival=i)
-        for i, (prompt, extra) in enumerate(zip(prompts, extras, strict=True))
-    ]
-    with count_preemptions(engine) as preemptions:
-        outcomes = engine.run(jobs, lambda engine: check_pool(engine.coordinator))
-    assert preemptions["evicted"] > 0, preemptions
-    model = ThinnedModel(str(path))
-    for outcome, extra in zip(outcomes, extras, strict=True):
-        if not extra:
-            _check(model, _settings(ARGS), outcome, tmp_path, engine.num_layers)
-        elif "kv_policy" in extra:
-            assert outcome.report["evicted_tokens"] == 0
-            assert outcome.token_ids == model.generate(outcome.job.prompt, 90, None).tokens
-        else:  # lengths of another schedule: never above the budget, but for its blocks
-            kept = outcome.report["kept_tokens"]
-            assert sum(kept) <= 0.7 * 4 * 200 + 4 * 2 * (BLOCK - 1)
-            assert kept == sorted(kept, reverse=True)
-    engine.check_whole()
-
-
 def _inner_model(engine: Engine) -> Any:
     return engine.core.model_executor.driver_worker.worker.model_runner.get_model().model
 
