@@ -7,8 +7,9 @@ import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from tests.kv_cache.test_prefix_cache import Pair, prompt
+from tests.scheduler.checks import host_of
 from tests.scheduler.harness import make_request
-from vllm_pyramid.compat.side_channel import read_host_copies
+from vllm_pyramid.compat.side_channel import read_messages
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_cache import HostCache
 
@@ -38,14 +39,14 @@ def test_the_least_recently_used_goes_first() -> None:
         host.store(bundle(name, 3 * index))
     assert host.longest_prefix(names("a", "b", "x", "c")) == 2
     host.store(bundle("a", 30))  # it is there already
-    copies = host.take()
+    copies = host.take_message()
     assert copies is not None and [copy.blocks[0] for copy in copies.stored] == [0, 3, 6]
     host.store(bundle("d", 9))
     assert host.used_slots == 3 and host.counters.evictions == 1
     assert [name in host for name in names("a", "b", "c", "d")] == [True, False, True, True]
-    copies = host.take()
+    copies = host.take_message()
     assert copies is not None and [copy.slot for copy in copies.stored] == [1]
-    assert host.take() is None
+    assert host.take_message() is None
     host.clear()
     assert not host.used_slots and not host.longest_prefix(names("a"))
 
@@ -55,13 +56,13 @@ def test_what_a_step_loads_is_not_overwritten_by_it() -> None:
     host = HostCache(num_slots=2, slot_blocks=3)
     host.store(bundle("a", 0))
     host.store(bundle("b", 3))
-    host.take()
+    host.take_message()
     host.pin(names("a", "b"))
     host.store(bundle("c", 6))
     assert host.counters.dropped == 1 and named("c") not in host
     (name,) = names("a")
     host.load(name, blocks(9))
-    copies = host.take()
+    copies = host.take_message()
     assert copies is not None and not copies.stored
     assert copies.loaded == [(0, [9, 10, 11])]
     host.store(bundle("c", 6))  # the next step may
@@ -75,14 +76,14 @@ def test_parts_of_two_bundles_of_one_name_are_not_mixed() -> None:
     host = HostCache(num_slots=4, slot_blocks=3)
     host.store(bundle("base", 0, 7))
     assert host.used_slots == 3
-    copies = host.take()
+    copies = host.take_message()
     assert copies is not None and [len(copy.blocks) for copy in copies.stored] == [3, 3, 1]
     host.store(bundle("a", 20))
     host.store(bundle("b", 30))  # takes a slot of the base
     assert named("base") not in host and host.used_slots == 4
-    host.take()
+    host.take_message()
     host.store(bundle("base", 40, 7))
-    copies = host.take()
+    copies = host.take_message()
     assert copies is not None
     assert [copy.blocks for copy in copies.stored] == [[40, 41, 42], [43, 44, 45], [46]]
     assert named("base") in host and host.used_slots == 4
@@ -101,7 +102,7 @@ def pushed_out(pair: Pair, tokens: int = 88) -> None:
 def test_a_prefix_is_found_behind_what_the_device_has(policy: str) -> None:
     full = {"budget": "100%", "policy_args": ()} if policy == "full" else {}
     pair = Pair(num_blocks=3 * 30, policy=policy, host_slots=200, **full)
-    host = pair.scheduler.coordinator.host_cache
+    host = host_of(pair.scheduler.coordinator)
     assert host is not None
     pair.add("first", prompt(40))
     pair.run()
@@ -131,7 +132,7 @@ def test_a_prefix_is_found_behind_what_the_device_has(policy: str) -> None:
 def test_a_query_is_counted_once_and_a_miss_too() -> None:
     """A request that waits looks in every step, and counts when it begins."""
     pair = Pair(num_blocks=3 * 30, policy="full", budget="100%", policy_args=(), host_slots=50)
-    host = pair.scheduler.coordinator.host_cache
+    host = host_of(pair.scheduler.coordinator)
     assert host is not None
     pair.add("long", prompt(80), 12)
     pair.step()
@@ -143,14 +144,14 @@ def test_a_query_is_counted_once_and_a_miss_too() -> None:
 def test_a_reset_empties_both_tiers() -> None:
     """Weights may have changed: nothing is stored on the way out, and nothing found."""
     pair = Pair(num_blocks=3 * 30, host_slots=200)
-    host = pair.scheduler.coordinator.host_cache
+    host = host_of(pair.scheduler.coordinator)
     assert host is not None
     pair.add("first", prompt(40))
     pair.run()
     pushed_out(pair)
     assert host.used_slots > 10
     assert pair.scheduler.reset_prefix_cache()
-    assert not host.used_slots and read_host_copies(pair.scheduler.schedule()) is None
+    assert not host.used_slots and "tier" not in read_messages(pair.scheduler.schedule())
     pair.add("again", prompt(40))
     assert pair.step() == {"again": 40}
     pair.run()
@@ -176,7 +177,7 @@ def test_salts_do_not_see_each_other() -> None:
 def test_a_session_comes_back_from_the_host() -> None:
     """The base and what was computed behind it, to the last whole block."""
     pair = Pair(num_blocks=3 * 40, budget=16, host_slots=200, max_model_len=160)
-    host = pair.scheduler.coordinator.host_cache
+    host = host_of(pair.scheduler.coordinator)
     assert host is not None
     pair.add("first", prompt(40), 9, kv_turns=[])
     first = pair.scheduler.requests["first"]

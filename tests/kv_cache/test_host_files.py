@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from tests.kv_cache.full_disk import FullDisk
 from tests.kv_cache.test_host_cache import blocks
 from tests.worker.test_host_pool import BLOCKS, LAYERS, SLOTS, caches, specs
-from vllm_pyramid.compat.side_channel import HostFill, attach_host_copies
+from vllm_pyramid.compat.side_channel import HostFill
 from vllm_pyramid.kv_cache import bundle_file
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_cache import HostCache
@@ -74,12 +74,11 @@ class Server:
     def step(self) -> Any:
         """Do what a step does, by its message as a worker receives it."""
         output: Any = SimpleNamespace(new_block_ids_to_zero=None)
-        copies = self.host.take()
-        attach_host_copies(output, copies)
-        for pool in self.pools:
-            received = pickle.loads(pickle.dumps(output))
+        copies = self.host.take_message()
+        for pool in self.pools if copies is not None else ():
+            received = pickle.loads(pickle.dumps(copies))
             pool.store(received)
-            pool.load(received)
+            pool.load(received.loaded, output)
         return copies
 
     def save(self, name: bytes, first: int, count: int = LAYERS, origin: Any = None) -> None:

@@ -12,9 +12,9 @@ from vllm.v1.request import RequestStatus
 
 from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.beside import Beside
-from tests.scheduler.checks import check_pool
+from tests.scheduler.checks import check_pool, host_of
 from tests.scheduler.harness import make_request
-from vllm_pyramid.kv_cache.session_cache import Conversation
+from vllm_pyramid.kv_cache.evicted_names import EvictedNames
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
@@ -76,7 +76,7 @@ def test_other_lengths_under_one_name_have_another_key() -> None:
     plans = [load_policy(name, 24).plan(200, 3, 4) for name in ("snapkv", "pyramidkv", "snapkv")]
     keys = []
     for plan in plans:
-        found = Conversation.of(served, plan, keeps=True)
+        found = EvictedNames.of(served, plan)
         assert found is not None
         keys.append(found.keys)
     assert keys[0] == keys[2] and keys[0][1] != keys[1][1]
@@ -89,7 +89,7 @@ def test_a_state_of_another_size_in_the_host_is_a_miss() -> None:
         pair = _pair(num_blocks=3 * 40, host_slots=60)
         said = _say(pair, "first", prompt(70), 21, [])
         pair.pool.free_blocks(pair.pool.get_new_blocks(pair.pool.get_num_free_blocks()))
-        host = pair.scheduler.coordinator.host_cache
+        host = host_of(pair.scheduler.coordinator)
         assert host is not None and not _states(pair)
         (base,) = [name for name, entry in host._entries.items() if entry.origin == "first"]
         if wrong:
@@ -250,8 +250,8 @@ def test_what_stands_beside_an_eviction_is_named_by_what_it_depends_on() -> None
     tokens = [*said, *prompt(40, 500)]
     pair.add("second", tokens, 4, kv_turns=[72])
     known = pair.scheduler.coordinator.plans.records["second"]
-    assert known.terms.conversation is not None
-    first, second = (b"@" + key for key in known.terms.conversation.keys.values())
+    assert known.terms.evicted is not None
+    first, second = (b"@" + key for key in known.terms.evicted.keys.values())
     # The last token of row 17 is attended to before the first turn's end evicts.
     ends = {4: b"", 72: b"", 73: first, 76: first, len(tokens): first, len(tokens) + 1: second}
     assert {end: known.terms.suffix(end) for end in ends} == ends
@@ -324,7 +324,8 @@ def test_what_a_state_asks_for_is_what_it_takes(block_size: int) -> None:
     tokens = [*said, *prompt(40, 500)]
     pair.add("second", tokens, 4, kv_turns=[70])
     coordinator, request = pair.scheduler.coordinator, pair.scheduler.requests["second"]
-    found = coordinator.sessions.resumable_tokens(request, len(tokens), lambda point: 8)
+    record = coordinator.plans.records["second"]
+    found = coordinator.stores.find(request, record, len(tokens), lambda point: 8)
     assert found == len(said) // 8 * 8
     asked = coordinator.get_num_blocks_to_allocate("second", len(tokens))
     free = pair.pool.get_num_free_blocks()

@@ -35,7 +35,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from tests.kv_cache.full_disk import FullDisk
 from tests.worker.test_host_pool import LAYERS, specs
-from vllm_pyramid.compat.side_channel import HostFill, attach_host_copies
+from vllm_pyramid.compat.side_channel import HostFill
 from vllm_pyramid.kv_cache import bundle_file
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.host_cache import HostCache
@@ -108,7 +108,7 @@ class Tiers:
         self.limit = limit
         self.host = HostCache(SLOTS, LAYERS, self.files)
         self.pool = BundlePool(BLOCKS, False, 16)
-        self.pool.before_reuse, self.pool.when_idle = self.host.store, self.files.save
+        self.pool.tier = self.host
         self.workers, self.pages = [], []
         for rank in range(RANKS):
             worker = HostPool(size, of, HostMemory, rank)
@@ -228,12 +228,12 @@ class Tiers:
 
     def step(self) -> None:
         """Do what a step does, in every worker, and look at all cells that requests read."""
-        copies, output = self.host.take(), SimpleNamespace(new_block_ids_to_zero=None)
-        attach_host_copies(output, copies)
-        for worker in self.workers:
-            received: Any = pickle.loads(pickle.dumps(output))
+        copies = self.host.take_message()
+        output: Any = SimpleNamespace(new_block_ids_to_zero=None)
+        for worker in self.workers if copies is not None else ():
+            received = pickle.loads(pickle.dumps(copies))
             worker.store(received)
-            worker.load(received)
+            worker.load(received.loaded, output)
         if copies is not None:
             self.seen["filled"] += sum(isinstance(copy, HostFill) for copy in copies.stored)
         for holder in self.holders:

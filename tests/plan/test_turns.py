@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.kv_cache.session_cache import Conversation
+from vllm_pyramid.kv_cache.evicted_names import EvictedNames
 from vllm_pyramid.plan import Budget, RetentionPlan, affordable, peak_blocks, tokens_per_step
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
@@ -143,9 +143,8 @@ def test_what_a_state_depends_on() -> None:
     def keys(prompt_len: int, turns: list[int], policy: Policy, **own: Any) -> list[bytes]:
         served = resolve(policy, RequestKeys.parse({"kv_turns": turns, **own}))
         plan = served.plan(prompt_len, LAYERS, 8)
-        found = Conversation.of(served, plan, keeps=True)
-        assert found is not None and found.turns == tuple(turns)
-        return list(found.keys.values())
+        found = EvictedNames.of(served, plan)
+        return [] if found is None else list(found.keys.values())
 
     policy = load_policy("snapkv", 40, {"window": 4})
     first, second = keys(500, [200], policy)
@@ -164,10 +163,7 @@ def test_what_a_state_depends_on() -> None:
     assert keys(30, [], policy) == [], "nothing is evicted from it"
     shares = load_policy("snapkv", "30%", {"window": 4})
     assert keys(500, [], shares) != keys(500, [], shares, kv_min_tokens=20)
-    served = resolve(policy, RequestKeys(turns=()))
-    nothing = Conversation.of(served, served.plan(500, LAYERS, 8), keeps=False)
-    assert nothing is not None and not nothing.keys
-    assert Conversation.of(resolve(policy, RequestKeys()), _plan(policy, 9, ()), True) is None
+    assert EvictedNames.of(resolve(policy, RequestKeys()), _plan(policy, 9, ())) is None
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.methods.tiles import refusals
-from vllm_pyramid.plan.tiles import TILE, whole_tiles
+from vllm_pyramid.plan.chunk_units import ChunkUnits
+from vllm_pyramid.plan.tiles import TILE
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 from vllm_pyramid.policy.request import for_request
@@ -43,21 +44,22 @@ def test_the_last_tokens_are_dense() -> None:
     assert [wide.sparse_tokens(n) for n in (500, 627, 628, 1000)] == [0, 0, 128, 384]
 
 
+@settings(deadline=None)
 @given(
     prompt=st.integers(1, 2000),
     steps=st.lists(st.integers(TILE, 700), min_size=1, max_size=30),
 )
 def test_chunks_hold_whole_tiles(prompt: int, steps: list[int]) -> None:
     """Any sizes of steps compute all of a prompt, and end where tiles do."""
-    sparse = load_policy("sparse-prefill").prefill.sparse_tokens(prompt)
+    units = load_policy("sparse-prefill").prefill.units(prompt)
     computed = taken = 0
     while computed < prompt:
         step = steps[taken % len(steps)]
-        chunk = whole_tiles(computed, min(step, prompt - computed), sparse)
+        chunk = units.chunk(computed, min(step, prompt - computed))
         assert 0 < chunk <= step
         computed, taken = computed + chunk, taken + 1
-        assert computed >= sparse or computed % TILE == 0
-    assert whole_tiles(0, TILE - 1, TILE) == 0, "a step without room for a tile"
+        assert computed >= units.tokens or computed % TILE == 0
+    assert ChunkUnits(TILE, TILE).chunk(0, TILE - 1) == 0, "a step without room for a tile"
 
 
 def test_what_is_shared_is_the_sparse_part_under_a_name_of_its_own() -> None:

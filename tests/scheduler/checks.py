@@ -12,7 +12,14 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
+
+
+def host_of(coordinator: LockstepCoordinator) -> HostCache | None:
+    """The host cache below the pool; None without one."""
+    tier = coordinator.block_pool.tier
+    return tier if isinstance(tier, HostCache) else None
 
 
 def check_host(coordinator: LockstepCoordinator) -> None:
@@ -21,7 +28,7 @@ def check_host(coordinator: LockstepCoordinator) -> None:
     Raises:
         AssertionError: a slot is lost, pinned, or counted twice.
     """
-    host = coordinator.host_cache
+    host = host_of(coordinator)
     if host is None:
         return
     chunks = host._table._manager._policy.chunks
@@ -47,17 +54,17 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     """
     check_host(coordinator)
     pool, prefixes = coordinator.block_pool, coordinator.prefixes.cache
-    lasting = coordinator.prefixes.lasting  # of the heads that never evict
-    kinds = [prefixes] if lasting is None else [prefixes, lasting]
+    kinds = coordinator.prefixes.kinds
     pools = getattr(pool, "pools", [pool])  # of the pipeline stages
     held, private = np.zeros(coordinator.layer_blocks.num_layers, np.int64), []
     refs: Counter[int] = Counter()
     holders: dict[PrefixCache, dict[int, set[str]]] = {cache: {} for cache in kinds}
     in_use: dict[PrefixCache, dict[int, BlockBundle]] = {cache: {} for cache in kinds}
     for request_id, record in coordinator.plans.records.items():
-        assert not (record.bundles and record.released), "rows after the head was given back"
-        assert record.released or lasting is None or len(record.bundles) == len(record.lasting)
-        of_kinds = [(prefixes, record.bundles), (lasting or prefixes, record.lasting)]
+        own = coordinator.prefixes.of(request_id)
+        of_kinds = list(own.bundles.items())
+        assert not (own.bundles[prefixes] and record.released), "rows after the head was given back"
+        assert record.released or len({len(rows) for _, rows in of_kinds}) == 1
         for cache, rows_of_kind in of_kinds:
             refs.update(map(id, rows_of_kind))
             for row in rows_of_kind:
@@ -77,9 +84,9 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
                 of_layer = row.blocks[start : start + count]
                 assert table[index * count : (index + 1) * count] == list(of_layer)
             stage = coordinator.layer_blocks.stages.of_layer(layer)
-            own = [b for b in table[len(rows_of_layer) * count :] if not b.is_null]
-            assert all(pools[stage].blocks[b.block_id] is b for b in own), "another stage's"
-            ids = [(stage, b.block_id) for b in own]
+            alone = [b for b in table[len(rows_of_layer) * count :] if not b.is_null]
+            assert all(pools[stage].blocks[b.block_id] is b for b in alone), "another stage's"
+            ids = [(stage, b.block_id) for b in alone]
             held[layer] += len(ids)
             private.extend(ids)
     held += sum(len(rows_of_kind) * cache.blocks for cache, rows_of_kind in in_use.items())
@@ -113,11 +120,11 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     )
 
     aside = [row for row in pool.idle if row.hash is None]
-    left = [
-        record.pending_copy.reserved
-        for record in coordinator.plans.records.values()
-        if record.pending_copy
-    ]
+    stores, sessions = coordinator.prefixes, coordinator.sessions
+    of_stores = (stores._of_request, stores.evicted.pending, sessions._resumed, sessions._to_save)
+    for kept in of_stores:
+        assert set(kept) <= set(coordinator.plans.records), "a store keeps a request that is gone"
+    left = [pending.reserved for pending in stores.evicted.pending.values()]
     assert {*map(id, aside)} <= {*map(id, left)}, "set aside for nobody"
     rows = {id(row): row for row in (*pool.bundles.values(), *used.values())}
     of_requests = {key: names for of_kind in holders.values() for key, names in of_kind.items()}

@@ -43,9 +43,7 @@ from vllm_pyramid.compat.side_channel import (
     StepReport,
     attach_report,
     read_block_copies,
-    read_copies,
-    read_host_copies,
-    read_origins,
+    read_messages,
 )
 from vllm_pyramid.kv_cache.bundle_file import write_file
 from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, KeyOnlyKVCacheSpec, LayerKVCacheSpec
@@ -400,8 +398,9 @@ class PlainWorker:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step; checks that every position that attention would read holds its token."""
         totals = self._update(output)
-        self.tracker.copies = read_copies(output)
-        of_host = read_host_copies(output) or HostCopies([], [])
+        messages = read_messages(output)
+        self.tracker.copies = messages.get("prefixes", {})
+        of_host = messages.get("tier", HostCopies([], []))
         if of_host.files is not None:
             self._write_files(of_host.files)
         for copy in of_host.stored:
@@ -561,7 +560,7 @@ class PlainWorker:
                 for group in self.setup.own_groups
                 for lane in range(self.setup.lanes)
             ]
-        for request_id, origin in read_origins(output).items():
+        for request_id, origin in read_messages(output).get("sessions", {}).items():
             self.rows[request_id].origin = origin
             self.num_resumed += 1
         return totals

@@ -99,5 +99,5 @@ def test_what_came_from_the_host_cache() -> None:
             while pair.scheduler.requests:
                 pair.step()
     first, last = row["host"]
-    counters = pair.coordinator.host_cache.counters
+    counters = pair.coordinator.block_pool.tier.counters
     assert last - first == counters.hits > 0 and last <= row["computed"]

@@ -31,7 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.plans import plan_for
 from tests.plumbing.pairwise import covering
 from tests.scheduler.beside import FIRST_LAYER, Beside
-from tests.scheduler.checks import check_pool
+from tests.scheduler.checks import check_pool, host_of
 from tests.scheduler.harness import (
     FILE_WORDS,
     ORDINARY_TOKEN,
@@ -124,11 +124,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sampled = [h for h in self.scheduler.hooks if isinstance(h, SampledShares)]
         self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
         if self.folder is not None:
-            host, page = self.coordinator.host_cache, FILE_WORDS * np.dtype(np.int64).itemsize
+            host, page = host_of(self.coordinator), FILE_WORDS * np.dtype(np.int64).itemsize
             assert host is not None
             most = self.setup.host_slots * self.setup.num_layers * page
             host.files = HostFiles(self.folder.name, "one", page, 2 * most, most, patience=0)
-            self.coordinator.use_host_cache(host)
         if self.scheduler._admission is not None:
             self.watch(self.scheduler._admission)
         if self.setup.beside and self.setup.prefix_caching:
@@ -140,9 +139,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Count the states of which something comes from the host."""
         enter = self.coordinator.sessions.enter
 
-        def entered(request_id: str, record: Any, tokens: int) -> None:
-            self.resumed_from_host += bool(record.session_hit.in_host)
-            enter(request_id, record, tokens)
+        def entered(request_id: str, record: Any, hit: Any) -> None:
+            self.resumed_from_host += bool(hit.in_host)
+            enter(request_id, record, hit)
 
         self.coordinator.sessions.enter = entered  # type: ignore[method-assign]
 
@@ -173,9 +172,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         admission.admits = watched  # type: ignore[method-assign]
         shared = self.coordinator.prefixes.shared_bundles
 
-        def counted(request_id: str) -> dict[frozenset[str], int]:
+        def counted(request_id: str) -> Any:
             found = shared(request_id)
-            self.seen["counted once"] += bool(found)
+            self.seen["counted once"] += any(counts for _, counts in found)
             return found
 
         self.coordinator.prefixes.shared_bundles = counted  # type: ignore[method-assign]
@@ -296,7 +295,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def kill(self, damaged: int, seed: int) -> None:
         """Start again: running requests and both tiers are lost, files are not, save some."""
         assert self.folder is not None
-        host = self.coordinator.host_cache
+        host = host_of(self.coordinator)
         assert host is not None and host.files is not None
         host.files.close()
         files = sorted(Path(self.folder.name).rglob("*.kv"))
@@ -404,8 +403,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (self.worker.memory_PN[places] == tags).all(), "a row was written into"
             assert before is None or before in pool.bundles
             beside = row.hash[HASH_BYTES:]
-            if self.coordinator.prefixes.lasting is not None and beside:
-                self.seen["lasting"] += 1
+            if len(self.coordinator.prefixes.kinds) > 1 and beside:
+                self.seen["to the end"] += 1
             elif beside:
                 self.seen["rows beside evicted" if b"@" in beside else "rows beside"] += 1
         self.looked_at = looked_at
@@ -415,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         Slots of states hold what was evicted; the request that loads a state checks its survivors.
         """
-        host = self.coordinator.host_cache
+        host = host_of(self.coordinator)
         if host is None:
             return
         counters = host.counters
@@ -456,10 +455,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         Returns:
             Where they are, `[cells]` each; and the name of the row before, which must be there.
         """
-        prefixes, lasting = self.coordinator.prefixes.cache, self.coordinator.prefixes.lasting
+        prefixes, *to_end = self.coordinator.prefixes.kinds
         name, beside = row.hash[:HASH_BYTES], row.hash[HASH_BYTES:]
-        if lasting is not None and beside:
-            prefixes, beside = lasting, b""
+        if to_end and beside:
+            (prefixes,), beside = to_end, b""
         index, request = owners[name]
         layers = list(enumerate(zip(prefixes.blocks.tolist(), self.setup.block_sizes, strict=True)))
         number, _, behind = beside[1:].partition(b"@")
@@ -685,7 +684,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not coordinator.block_pool.twins
         assert scheduler.reset_prefix_cache()
         assert not coordinator.block_pool.bundles and not coordinator.block_pool.idle
-        host = coordinator.host_cache
+        host = host_of(coordinator)
         assert host is None or not (host._entries or host.used_slots)
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
         assert not any(manager.num_cached_block for manager in coordinator.single_type_managers)
@@ -1286,7 +1285,7 @@ def test_machine_sees_what_it_is_for(variant: str, seed: int) -> None:
         copies = "swapped" not in variant and (setup.lanes == 1 or "all" in variant)
         happenings += ["copied"] if copies and "whole" not in variant else []
         happenings += ["left behind"] if copies else []
-        happenings += ["lasting"] if setup.lanes > 1 and "all" not in variant else []
+        happenings += ["to the end"] if setup.lanes > 1 and "all" not in variant else []
     # Who was made to wait is seldom preempted: the other variants are for that.
     forecast = "forecast" in variant
     happenings += ["made to wait"] if forecast else ["evicted again"]

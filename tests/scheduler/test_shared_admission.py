@@ -47,14 +47,14 @@ class SharingJob(Job):
 
         def counting(name: str) -> Any:
             found = shared(name)
-            self.once += bool(found)
+            self.once += any(counts for _, counts in found)
             return found
 
         self.scheduler.coordinator.prefixes.shared_bundles = counting  # type: ignore[method-assign]
 
     def count_each(self) -> None:
         """The rule without what is shared."""
-        self.scheduler.coordinator.prefixes.shared_bundles = lambda _: {}  # type: ignore[method-assign]
+        self.scheduler.coordinator.prefixes.shared_bundles = lambda _: []  # type: ignore[method-assign]
 
     def add_prompt(
         self,

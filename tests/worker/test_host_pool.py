@@ -19,7 +19,8 @@ from vllm_pyramid.compat.side_channel import (
     HostCopies,
     HostCopy,
     HostFill,
-    attach_host_copies,
+    attach_messages,
+    read_messages,
 )
 from vllm_pyramid.kv_cache.bundle_file import BundleFile, read_file
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
@@ -58,8 +59,16 @@ def caches(of: list[LayerKVCacheSpec]) -> list[torch.Tensor]:
 def step(stored: list[Any], loaded: list[HostCopy], copies: Any = None, files: Any = None) -> Any:
     """A step's message, as a worker receives it."""
     output: Any = SimpleNamespace(kv_cache_block_copies=copies, new_block_ids_to_zero=None)
-    attach_host_copies(output, HostCopies(stored, loaded, files))
+    attach_messages(output, {"tier": HostCopies(stored, loaded, files)})
     return pickle.loads(pickle.dumps(output))
+
+
+def store(pool: HostPool, output: Any) -> None:
+    pool.store(read_messages(output)["tier"])
+
+
+def load(pool: HostPool, output: Any) -> None:
+    pool.load(read_messages(output)["tier"].loaded, output)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -80,9 +89,9 @@ def test_every_byte_comes_back(dtype: torch.dtype, head_size: int, inference: bo
     pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
     before = pages.clone()
     with torch.inference_mode(inference):
-        pool.store(step([HostCopy(2, [5, 1, 9]), HostCopy(0, [7])], []))
+        store(pool, step([HostCopy(2, [5, 1, 9]), HostCopy(0, [7])], []))
         pages.fill_(0)
-        pool.load(step([], [HostCopy(2, [3, 4, 8]), HostCopy(0, [11])]))
+        load(pool, step([], [HostCopy(2, [3, 4, 8]), HostCopy(0, [11])]))
     expected = torch.zeros_like(before)
     expected[[3, 4, 8, 11]] = before[[5, 1, 9, 7]]
     assert torch.equal(pages, expected)
@@ -101,10 +110,10 @@ def test_summaries_follow_their_blocks(rows: int, head_size: int) -> None:
     pool.bind(kv_caches, BLOCKS, summaries)
     pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
     before = [pages.clone(), summaries.clone()]
-    pool.store(step([HostCopy(2, [5, 1, 9]), HostCopy(0, [7])], []))
+    store(pool, step([HostCopy(2, [5, 1, 9]), HostCopy(0, [7])], []))
     pages.fill_(0)
     summaries.fill_(-1)
-    pool.load(step([], [HostCopy(2, [3, 4, 8]), HostCopy(0, [11])]))
+    load(pool, step([], [HostCopy(2, [3, 4, 8]), HostCopy(0, [11])]))
     expected = [torch.zeros_like(before[0]), torch.full_like(before[1], -1)]
     for memory, known, found in zip((pages, summaries), before, expected, strict=True):
         found[[3, 4, 8, 11]] = known[[5, 1, 9, 7]]
@@ -123,9 +132,9 @@ def test_a_step_copies_out_then_on_the_device_then_in() -> None:
     stored = [HostCopy(1, [1, 2, 3]), HostCopy(0, [4, 5, 6]), HostCopy(0, [7, 8, 9])]
     output = step(stored, [HostCopy(1, [7, 8, 9])], [KVCacheBlockCopy(10, 1)])
     output.new_block_ids_to_zero = [1, 7, 2, 9]
-    pool.store(output)
+    store(pool, output)
     copy_blocks(output, 0, kv_caches, BLOCKS, of[0].page_size_bytes)
-    pool.load(output)
+    load(pool, output)
     assert output.new_block_ids_to_zero == [2], "what was filled is not zeroed afterwards"
     expected = before.clone()
     expected[1] = before[10]
@@ -146,11 +155,11 @@ def test_a_worker_of_a_pipeline_stage_copies_the_blocks_of_its_layers() -> None:
         pool.bind(kv_caches, BLOCKS)
         pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
         before.append(pages.clone())
-        pool.store(step([HostCopy(2, [5, 1, 9])], []))
+        store(pool, step([HostCopy(2, [5, 1, 9])], []))
         pages.fill_(0)
         output = step([], [HostCopy(2, [3, 4, 8])])
         output.new_block_ids_to_zero = [3, 4, 8]
-        pool.load(output)
+        load(pool, output)
         after.append((pages, output.new_block_ids_to_zero))
     (lower, zero_below), (upper, zero_above) = after
     assert torch.equal(lower[3], before[0][5]) and not lower[[4, 8]].any()
@@ -179,13 +188,13 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
         pages = device.put(before.clone())
         summaries = device.put(of_summary.clone())
         pool._memories = [pages, summaries]
-        pool.store(step([HostCopy(2, [4, 7])], [], files=orders))
+        store(pool, step([HostCopy(2, [4, 7])], [], files=orders))
         pages.fill_(0)
         summaries.fill_(0)
         fill = HostFill(0, [whole[[0, 2, 3]].numpy().tobytes()])
         output = step([fill], [HostCopy(2, [1, 2]), HostCopy(0, [6, 8, 10])])
-        pool.store(output)
-        pool.load(output)
+        store(pool, output)
+        load(pool, output)
         assert pool.writer is not None
         pool.writer.finish()
     assert device.waits == []

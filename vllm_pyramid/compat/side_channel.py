@@ -21,10 +21,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm_pyramid.plan import Eviction
 
 _REPORT = "vllm_pyramid_report"
-_COPIES = "vllm_pyramid_copies"
+_MESSAGES = "vllm_pyramid_messages"
 _BLOCK_COPIES = "vllm_pyramid_block_copies"
-_ORIGINS = "vllm_pyramid_origins"
-_HOST_COPIES = "vllm_pyramid_host_copies"
 _STATS = "vllm_pyramid"
 
 
@@ -33,17 +31,15 @@ class StepReport(NamedTuple):
 
     Attributes:
         evictions: the evictions, by request id.
-        methods: the reports of the methods' hooks, by their names.
+        methods: the reports for the scheduler's hooks, by their names.
         failures: the requests that must end with an error, by id: the kind and the reason.
         dropped_traces: how many traces could not be written.
-        unwritten_files: how many files of the host cache could not be written.
     """
 
     evictions: dict[str, Eviction]
     methods: dict[str, Any]
     failures: dict[str, tuple[str, str]]
     dropped_traces: int
-    unwritten_files: int = 0
 
 
 class HostCopy(NamedTuple):
@@ -125,16 +121,16 @@ def read_report(output: ModelRunnerOutput) -> StepReport:
     return getattr(output, _REPORT, StepReport({}, {}, {}, 0))
 
 
-def attach_copies(output: SchedulerOutput, copies: dict[str, list[int]]) -> None:
-    """Tell the workers which blocks take copies of what an eviction overwrites, by request id."""
-    if copies:
-        setattr(output, _COPIES, copies)
+def attach_messages(output: SchedulerOutput, messages: dict[str, Any]) -> None:
+    """Tell the workers what stores and tiers want of them in a step, by their names."""
+    if messages:
+        setattr(output, _MESSAGES, messages)
 
 
-def read_copies(output: SchedulerOutput) -> dict[str, list[int]]:
-    """Return what `attach_copies` sent."""
-    copies: dict[str, list[int]] = getattr(output, _COPIES, {})
-    return copies
+def read_messages(output: SchedulerOutput) -> dict[str, Any]:
+    """Return what `attach_messages` sent."""
+    messages: dict[str, Any] = getattr(output, _MESSAGES, {})
+    return messages
 
 
 def attach_block_copies(
@@ -160,30 +156,6 @@ def read_block_copies(output: SchedulerOutput, stage: int) -> Sequence[KVCacheBl
     """Return what `attach_block_copies` sent to the workers of a stage."""
     of_stages: Sequence[list[KVCacheBlockCopy]] | None = getattr(output, _BLOCK_COPIES, None)
     return (output.kv_cache_block_copies or ()) if of_stages is None else of_stages[stage]
-
-
-def attach_host_copies(output: SchedulerOutput, copies: HostCopies | None) -> None:
-    """Tell the workers what to copy between the device and the host cache before the step."""
-    if copies is not None:
-        setattr(output, _HOST_COPIES, copies)
-
-
-def read_host_copies(output: SchedulerOutput) -> HostCopies | None:
-    """Return what `attach_host_copies` sent."""
-    copies: HostCopies | None = getattr(output, _HOST_COPIES, None)
-    return copies
-
-
-def attach_origins(output: SchedulerOutput, origins: dict[str, tuple[str, int]]) -> None:
-    """Tell the workers which requests resume a session: its origin and its tokens."""
-    if origins:
-        setattr(output, _ORIGINS, origins)
-
-
-def read_origins(output: SchedulerOutput) -> dict[str, tuple[str, int]]:
-    """Return what `attach_origins` sent."""
-    origins: dict[str, tuple[str, int]] = getattr(output, _ORIGINS, {})
-    return origins
 
 
 def attach_policy_stats(stats: SchedulerStats, policy_stats: dict[str, Any]) -> None:

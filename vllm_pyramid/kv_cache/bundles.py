@@ -27,7 +27,7 @@ in all of them at once.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from vllm_pyramid.kv_cache.free_blocks import FreeBlockStack
+from vllm_pyramid.kv_cache.tier import Tier
 
 
 class BlockBundle:
@@ -83,14 +84,10 @@ class BundlePool(BlockPool):
             first.
         twins: bundles in use whose hash is another bundle's, by hash.
         bundle_counts: `BlockBundle.counts` of every bundle with a hash and blocks of all layers.
-        before_reuse: called with a computed bundle whose blocks are about to be given to requests,
-            if no other bundle has its hash (`host_cache.py`).
-        when_idle: called with a bundle that no request uses any more (`host_files.py`).
+        tier: what is below the pool.
     """
 
     bundle_counts: tuple[int, ...] = ()
-    before_reuse: Callable[[BlockBundle], None] | None = None
-    when_idle: Callable[[BlockBundle], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,6 +97,7 @@ class BundlePool(BlockPool):
         self.idle: dict[BlockBundle, None] = {}
         self.twins: dict[BlockHash, list[BlockBundle]] = {}
         self._idle_blocks = 0
+        self.tier = Tier()
 
     # Bundles ----------------------------------------------------------------------------------
 
@@ -229,8 +227,7 @@ class BundlePool(BlockPool):
     def _make_idle(self, bundle: BlockBundle) -> None:
         self.idle[bundle] = None
         self._count_idle(bundle, 1)
-        if self.when_idle is not None:
-            self.when_idle(bundle)
+        self.tier.idle(bundle)
 
     def _take_from_idle(self, bundle: BlockBundle) -> None:
         del self.idle[bundle]
@@ -242,12 +239,12 @@ class BundlePool(BlockPool):
     def _dissolve_oldest(self) -> None:
         self._dissolve(next(iter(self.idle)))
 
-    def _dissolve(self, bundle: BlockBundle) -> None:
+    def _dissolve(self, bundle: BlockBundle, *, keeps: bool = True) -> None:
         self._take_from_idle(bundle)
         if bundle.hash is not None:
             self._forget(bundle)
-            if self.before_reuse is not None and bundle.hash not in self.bundles:
-                self.before_reuse(bundle)
+            if keeps and bundle.hash not in self.bundles:
+                self.tier.store(bundle)
         self.free_blocks(bundle.blocks)
 
     def _found_by_hash(self, bundle: BlockBundle) -> BlockBundle:
@@ -315,7 +312,5 @@ class BundlePool(BlockPool):
         return True
 
     def _dissolve_all(self) -> None:
-        before_reuse, self.before_reuse = self.before_reuse, None  # nothing shall be found again
         while self.idle:
-            self._dissolve(next(iter(self.idle)))
-        self.before_reuse = before_reuse
+            self._dissolve(next(iter(self.idle)), keeps=False)  # nothing shall be found again

@@ -28,21 +28,19 @@ from vllm_pyramid.compat.block_pool import block_pool
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
-from vllm_pyramid.kv_cache.evicted_prefixes import EvictedPrefixes
-from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.layer_groups import LayerGroups
 from vllm_pyramid.kv_cache.new_blocks import extend_tables
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
-from vllm_pyramid.kv_cache.prefix_sharing import PrefixSharing
+from vllm_pyramid.kv_cache.prefix_store import PrefixStore
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache
-from vllm_pyramid.kv_cache.session_resume import SessionResume
+from vllm_pyramid.kv_cache.session_store import SessionStore
 from vllm_pyramid.kv_cache.spec import layout_of
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
+from vllm_pyramid.kv_cache.stores import Stores
 from vllm_pyramid.plan import RetentionPlan
 
-_NO_BOUND = np.array(np.iinfo(np.int64).max)
 _UNKNOWN = SchedulerRequest()  # read only
 
 
@@ -64,10 +62,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         layer_blocks: how many blocks the layers need.
         stock_groups: the layers that do not evict.
         plans: the requests' records and plans.
-        prefixes: prefix caching.
-        sessions: sessions that are saved and resumed.
+        stores: what outlives requests. sessions, prefixes: those that admission and reports ask.
         block_copies: copies that the workers make before the step that is being scheduled.
-        host_cache: what has left the pool and is still there; None without one.
         counters: counters over all requests.
         blocked_request: the request whose next allocation fails as if blocks were missing.
     """
@@ -94,16 +90,17 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans = RequestPlans(self.counters)
         self._records = self.plans.records
         self.block_copies = BlockCopies(stages)
-        cache, lasting = found.prefix_caches(self.block_pool, self.layer_blocks, self._hash_tokens)
+        pool, groups, layer_blocks = self.block_pool, self.stock_groups, self.layer_blocks
+        kinds = found.prefix_caches(pool, layer_blocks, self._hash_tokens)
+        cache = kinds[0]
         self._bundle_tokens = cache.tokens
-        groups, layer_blocks = self.stock_groups, self.layer_blocks
-        common = groups, layer_blocks, self.plans, self.block_copies, self.counters
-        self.prefixes = PrefixSharing(self.block_pool, cache, *common, lasting)
-        self.evicted_prefixes = EvictedPrefixes(self.block_pool, cache, layer_blocks, self._records)
-        sessions = SessionCache(self.block_pool, self.layer_managers, cache.tokens)
-        self.sessions = SessionResume(self.block_pool, sessions, cache, *common)
-        self._session_cache = sessions
-        self.host_cache: HostCache | None = None
+        copies, counters = self.block_copies, self.counters
+        self.prefixes = PrefixStore(
+            pool, kinds, groups, layer_blocks, self.plans, copies, counters, self._grow
+        )
+        sessions = SessionCache(pool, self.layer_managers, cache.tokens)
+        self.sessions = SessionStore(pool, sessions, cache, groups, layer_blocks, copies, counters)
+        self.stores = Stores(pool, (self.sessions, self.prefixes))
         self.blocked_request: str | None = None
 
     def share_prefixes(self) -> bool:
@@ -111,13 +108,6 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         if not self.stock_groups:
             return True
         return self._hashes_fit and self.stock_groups.share(self._bundle_tokens, self._hash_tokens)
-
-    def use_host_cache(self, host_cache: HostCache) -> None:
-        """Store bundles in host memory before their blocks are reused, and find them there."""
-        self.host_cache = self.prefixes.host = self._session_cache.host = host_cache
-        self.block_pool.before_reuse = host_cache.store
-        if host_cache.files is not None:
-            self.block_pool.when_idle = host_cache.files.save
 
     # vLLM's contract --------------------------------------------------------------------------
 
@@ -139,42 +129,28 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             self.blocked_request = None
             return self.block_pool.num_gpu_blocks + 1
         record = self._records.get(request_id, _UNKNOWN)
-        have, need = record.num_blocks, cdiv(num_tokens, self._unit)
-        if record.session_hit is not None:
-            return self.sessions.blocks_to_allocate(
-                request_id, record.session_hit, num_tokens, capped=apply_admission_cap
+        if record.found is not None:
+            store, hit = record.found
+            return store.blocks_needed(
+                request_id, record, hit, num_tokens, capped=apply_admission_cap
             )
-        hit = record.prefix_hit
-        if hit:
-            shared = self.prefixes.shared_hit(record)
-            have = len(shared) * self._bundle_tokens // self._unit
-        elif need <= have:
+        have, need = record.num_blocks, cdiv(num_tokens, self._unit)
+        if need <= have:
             return 0  # nearly every request, every step
         of_stock = 0
         if self.stock_groups:
             of_stock = self.stock_groups.missing_blocks(
-                request_id,
-                num_tokens,
-                capped=apply_admission_cap,
-                hit=len(hit) * self._bundle_tokens,
+                request_id, num_tokens, capped=apply_admission_cap
             )
-        by_stage = self.layer_blocks.missing(have, need)
-        pool, plan = self.block_pool, record.terms.plan
-        if not (hit or apply_admission_cap):
-            return pool.bottleneck(by_stage) + of_stock
-        most = _NO_BOUND
+        needed: npt.NDArray[np.int64] | list[int] = self.layer_blocks.missing(have, need)
+        plan = record.terms.plan
         if apply_admission_cap and plan is not None:
-            most = self.layer_blocks.most(plan, num_tokens)
-        needed = np.minimum(by_stage, most)
-        if hit and pool.bottleneck(needed) <= pool.get_num_free_blocks():
-            # Idle bundles that the request shares count as free, and will not any more; the most
-            # blocks that it holds include what it shares.
-            needed = np.minimum(by_stage + self.prefixes.idle_blocks(shared), most)
-        return pool.bottleneck(needed) + of_stock
+            needed = np.minimum(needed, self.layer_blocks.most(plan, num_tokens))
+        return self.block_pool.bottleneck(needed) + of_stock
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Let other requests find blocks whose KV this step computes at the latest."""
-        self.prefixes.publish(request, num_computed_tokens)
+        self.stores.publish(request, num_computed_tokens)
 
     def allocate_new_computed_blocks(
         self,
@@ -184,23 +160,22 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         num_external_computed_tokens: int,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> None:
-        """Begin the request's tables with the session or the prefix that was found for it."""
+        """Begin the request's tables with what was found for it."""
         if any(new_computed_blocks) or num_external_computed_tokens:
             raise RuntimeError(
                 f"request {request_id}: vLLM begins its tables with blocks of its own or of a "
                 f"connector ({num_external_computed_tokens} tokens); report this"
             )
         record = self._records[request_id]
-        if record.session_hit is not None:
-            self.sessions.enter(request_id, record, num_local_computed_tokens)
-            return
-        sources = self.prefixes.enter(request_id, record, num_local_computed_tokens)
-        if sources or record.host_hit:
-            new_blocks = self.allocate_new_blocks(
-                request_id, num_local_computed_tokens, num_local_computed_tokens
+        tokens = 0 if record.found is None else record.found.hit.tokens
+        if record.found is None or tokens != num_local_computed_tokens:
+            raise RuntimeError(
+                f"request {request_id}: {tokens} tokens were found for it, and vLLM begins with "
+                f"{num_local_computed_tokens}; report this"
             )
-            self.prefixes.fill(record, sources, self._own.of_lanes(new_blocks))
-        record.prefix_hit = []
+        store, hit = record.found
+        store.enter(request_id, record, hit)
+        record.found = None
 
     def allocate_new_blocks(
         self,
@@ -255,16 +230,18 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         resolved, number = self.plans.due_head(request_id, record, processed_computed_tokens)
         record.due = resolved.next_eviction(processed_computed_tokens)
         skip = resolved.skip_after(number)
-        shared = self.prefixes.cache.blocks * len(record.bundles)
-        kept = self.evicted_prefixes.keep(request_id, record, resolved)
-        unused = kept + self.prefixes.leave(request_id, record)
+        left, unused = self.stores.released(request_id, record, resolved)
         own = self._own.release_heads(request_id, skip // self.layer_blocks.block_sizes)
         counters = self.counters
         counters.num_releases += 1
         counters.held_blocks -= unused + own
-        counters.blocks_freed += shared + kept + own
+        counters.blocks_freed += left + own
         counters.skipped_tokens += skip - resolved.skip_after(record.released)
         record.released = number
+
+    def _grow(self, request_id: str, num_tokens: int) -> list[Sequence[KVCacheBlock]]:
+        """Give a request tables for `num_tokens`; returns the new blocks, `[layers][blocks]`."""
+        return self._own.of_lanes(self.allocate_new_blocks(request_id, num_tokens, num_tokens))
 
     def free(self, request_id: str) -> None:
         """Give all blocks back: the request has finished or is preempted. Its terms stay."""
@@ -282,12 +259,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.stock_groups.forget(request_id)
         if (record := self._records.get(request_id)) is None:
             return
-        self.prefixes.withdraw_unscheduled(request_id, record)
-        self.evicted_prefixes.keep(request_id, record, record.resolved)
-        in_bundles, unused = self.prefixes.leave_all(request_id, record)
-        counters.held_blocks -= self.layer_blocks.of_units(record.num_blocks) - in_bundles
-        counters.held_blocks -= unused
-        self.sessions.save(request_id, record)
+        counters.held_blocks -= self.layer_blocks.of_units(record.num_blocks)
+        counters.held_blocks += self.stores.leave(request_id, record)
         plan = record.resolved or record.terms.plan
         if record.released and isinstance(plan, RetentionPlan):
             skip = plan.skip_after(record.released)
@@ -296,14 +269,14 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans.restart(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Dissolve the bundles of all stages at once, a stage's own pool has none; empty the host.
+        """Dissolve the bundles of all stages at once, a stage's own pool has none; empty the tier.
 
         Returns:
             False while requests hold blocks; then nothing is changed.
         """
         done = self.block_pool.reset_prefix_cache()
-        if done and self.host_cache is not None:
-            self.host_cache.clear()
+        if done:
+            self.block_pool.tier.clear()
         return done
 
     def new_step_starts(self) -> None:
@@ -333,16 +306,18 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         needed = self.get_num_blocks_to_allocate(request_id, num_tokens)
         return needed > self.block_pool.get_num_free_blocks()
 
-    def save_session(self, request: Request) -> None:
-        """Let the next turn find what a request holds, once its blocks are freed."""
+    def save(self, request: Request) -> None:
+        """Let the stores save what a request that has ended holds, once its blocks are freed."""
         request_id = request.request_id
         record = self._records.get(request_id)
-        if record is None or record.terms.conversation is None or not record.num_blocks:
+        if record is None or not record.num_blocks:
+            return
+        if not self.stores.saves(record):
             return
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         processed = min(computed, request.num_tokens)
         self.remove_skipped_blocks(request_id, processed)
-        self.sessions.prepare(request, record, processed)
+        self.stores.prepare(request, record, processed)
 
     @property
     def usable_blocks(self) -> npt.NDArray[np.int64]:

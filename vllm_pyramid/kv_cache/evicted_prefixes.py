@@ -4,24 +4,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
-from vllm_pyramid.kv_cache.bundles import BundlePool
+from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
-from vllm_pyramid.kv_cache.request_record import PendingPrefixCopy, SchedulerRequest
+from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.plan import Plan, RetentionPlan, overwritten_blocks
+
+
+class PendingCopy(NamedTuple):
+    """Reserved blocks to which the workers copy what an eviction is about to overwrite.
+
+    Attributes:
+        first: number of the first bundle that is copied.
+        hashes: the hashes of the bundles from there to the prompt's end.
+        reserved: the reserved blocks.
+    """
+
+    first: int
+    hashes: list[BlockHash]
+    reserved: BlockBundle
 
 
 class EvictedPrefixes:
     """Reserve blocks before an eviction for what it overwrites, and make bundles of them behind it.
 
     Args:
-        cache: of the layers that evict. records: of the requests, by name.
+        cache: of the layers that evict. records: of the requests, by id.
+
+    Attributes:
+        pending: the blocks reserved for requests whose evictions have not been reported yet.
     """
 
     def __init__(
@@ -33,19 +51,21 @@ class EvictedPrefixes:
     ) -> None:
         self._pool, self._cache, self._layer_blocks = pool, cache, layer_blocks
         self._records = records
+        self.pending: dict[str, PendingCopy] = {}
 
-    def reserve(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+    def reserve(self, requests: Sequence[tuple[Request, int]]) -> dict[str, list[int]]:
         """Reserve blocks for what the evictions in the step just scheduled will overwrite.
 
         Args:
-            requests: the requests that come to their first eviction in this step.
+            requests: the requests that come to their first eviction in this step, and how many
+                bundles each has.
 
         Returns:
             By request, ids of blocks for the workers to copy to (`StepEvictions.copies`), as many
             as the eviction can need, each of the pool of its layer's stage. A request is left out
             if it keeps nothing, if all of its prompt is cached, or if a pool has too few blocks.
         """
-        missing = [found for request in requests if (found := self._uncached(request))]
+        missing = [found for request, own in requests if (found := self._uncached(request, own))]
         reserved: dict[str, list[int]] = {}
         # Between these calls nothing becomes idle, so the latest idle blocks are this step's.
         others = np.zeros(len(self._layer_blocks.stages), np.int64)
@@ -54,35 +74,34 @@ class EvictedPrefixes:
             bundle = self._pool.reserve(counts, others)
             if bundle is not None:
                 others += counts
-                pending = PendingPrefixCopy(first, hashes, bundle)
-                self._records[request_id].pending_copy = pending
+                self.pending[request_id] = PendingCopy(first, hashes, bundle)
                 reserved[request_id] = [block.block_id for block in bundle.blocks]
         return reserved
 
-    def _uncached(self, request: Request) -> tuple[str, Plan, int, list[BlockHash]] | None:
+    def _uncached(
+        self, request: Request, first: int
+    ) -> tuple[str, Plan, int, list[BlockHash]] | None:
         """Return the plan of a prompt to keep, its first bundle to copy, and the hashes from it on.
 
         Returns:
             None if there is nothing to keep.
         """
-        record = self._records[request.request_id]
-        plan, first = record.terms.plan, len(record.bundles)
-        if plan is None or record.pending_copy is not None:
+        request_id = request.request_id
+        terms = self._records[request_id].terms
+        if terms.plan is None or request_id in self.pending:
             return None
-        if record.terms.reusable in (0, record.terms.shareable):
+        if terms.reusable in (0, terms.shareable):
             return None
-        hashes = self._cache.hashes(request, record.terms.cache_key)[
-            : plan.exact_tokens // self._cache.tokens
+        hashes = self._cache.hashes(request, terms.cache_key)[
+            : terms.plan.exact_tokens // self._cache.tokens
         ]
         if self._pool.longest_prefix(hashes) < len(hashes):
-            return request.request_id, plan, first, hashes[first:]
+            return request_id, terms.plan, first, hashes[first:]
         for block_hash in reversed(hashes[first:]):  # an earlier request's, used once more
             self._pool.touch_bundle(block_hash)
         return None
 
-    def keep(
-        self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan | None
-    ) -> npt.NDArray[np.int64]:
+    def keep(self, request_id: str, resolved: RetentionPlan | None) -> npt.NDArray[np.int64]:
         """Make bundles of the copies and of the head's blocks.
 
         Args:
@@ -91,7 +110,7 @@ class EvictedPrefixes:
         Returns:
             `[layers]` blocks of the head that are no longer the request's.
         """
-        pending, record.pending_copy = record.pending_copy, None
+        pending = self.pending.pop(request_id, None)
         copies = None if pending is None else self._pool.take_reserved(pending.reserved)
         if pending is None or copies is None or resolved is None:
             self._pool.free_blocks(copies or ())

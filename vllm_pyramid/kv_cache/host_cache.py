@@ -33,6 +33,7 @@ from vllm_pyramid.compat.offloading import SlotTable
 from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, HostFill
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_files import HostFiles
+from vllm_pyramid.kv_cache.tier import Tier
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class HostEntry:
     origin: str | None
 
 
-class HostCache:
+class HostCache(Tier):
     """The scheduler's side of the host cache.
 
     Args:
@@ -217,7 +218,16 @@ class HostCache:
         self._copies.loaded.extend(self._copies_of(slots, blocks))
         self.counters.loaded += len(blocks)
 
-    def take(self) -> HostCopies | None:
+    def count_query(self, tokens: int, found: int) -> None:
+        self.counters.queries += tokens
+        self.counters.hits += found
+
+    def idle(self, bundle: BlockBundle) -> None:
+        """Write a bundle to a file, if there is a folder."""
+        if self.files is not None:
+            self.files.save(bundle)
+
+    def take_message(self) -> HostCopies | None:
         """Return the copies of the step that has just been scheduled; None if there are none."""
         self._table.unpin(self._pinned)
         self._pinned = []

@@ -79,17 +79,13 @@ class LayerGroups(NamedTuple):
 
     def prefix_caches(
         self, pool: BundlePool, layer_blocks: LayerBlocks, hash_block_size: int
-    ) -> tuple[PrefixCache, PrefixCache | None]:
-        """Return the prefix cache of the lanes that evict, and that of those that never do.
-
-        Returns:
-            The second is None unless there are both: then the first has all lanes.
-        """
+    ) -> tuple[PrefixCache, ...]:
+        """Return the prefix cache of all lanes, or that of the lanes that evict and the others'."""
         make = partial(PrefixCache, pool, self.managers, layer_blocks, hash_block_size)
         whole = np.concatenate([spec.whole or (False,) * spec.lanes for spec in self.specs])
         if whole.all() or not whole.any():
-            return make(), None
-        return make(~whole), make(whole, b"whole")
+            return (make(),)
+        return make(~whole), make(whole, b"whole", to_end=True)
 
     def of_lanes(
         self, new_blocks: Sequence[Sequence[KVCacheBlock]]

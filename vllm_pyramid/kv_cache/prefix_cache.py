@@ -39,8 +39,10 @@ class PrefixCache:
         hash_block_size: tokens of one of a request's `block_hashes`.
         has: `[layers]` bool, the layers (lanes) whose blocks are in these bundles; None: all are.
         suffix: of these bundles' hashes, where others have the blocks of other lanes.
+        to_end: whether requests keep these bundles when they evict.
 
     Attributes:
+        to_end: as above.
         tokens: tokens of a bundle: the largest block.
         blocks: `[layers]` int64, blocks of a bundle in each layer.
         bundle_blocks: `[stages]` blocks of a bundle in all layers of each stage.
@@ -55,8 +57,11 @@ class PrefixCache:
         hash_block_size: int,
         has: npt.NDArray[np.bool_] | None = None,
         suffix: bytes = b"",
+        *,
+        to_end: bool = False,
     ) -> None:
         self._pool, self._managers, self._suffix = pool, managers, suffix
+        self.to_end = to_end
         self.tokens = layer_blocks.largest
         of_layers = self.tokens // layer_blocks.block_sizes
         self.blocks = of_layers if has is None else np.where(has, of_layers, 0)

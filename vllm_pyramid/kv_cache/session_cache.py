@@ -18,12 +18,9 @@ it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -31,69 +28,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
-from vllm_pyramid.kv_cache.host_cache import HostCache
-from vllm_pyramid.plan import Plan, RetentionPlan
-from vllm_pyramid.policy.request import ServedRequest
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What a request says about its conversation.
-
-    Attributes:
-        turns: tokens at which the prompts of earlier turns ended.
-        plan: the request's plan; None if no sessions are saved or found.
-        keys: for each eviction that gives blocks back, by its number: what the session behind it
-            depends on apart from the tokens.
-        points: the same keys in order, each with the tokens that are computed at its eviction.
-        exact: whether the request keeps what it would keep without earlier turns; it then neither
-            continues a session nor leaves one.
-        name: of the session, if the front end remembers its turns.
-    """
-
-    turns: tuple[int, ...]
-    plan: RetentionPlan | None = None
-    keys: dict[int, bytes] = field(default_factory=dict)
-    points: tuple[tuple[int, bytes], ...] = ()
-    exact: bool = False
-    name: str | None = None
-
-    def suffix(self, end: int) -> bytes | None:
-        """Return what the KV of the first `end` tokens depends on, apart from these tokens.
-
-        An eviction at `end` comes after the attention of the last of them, so it changes nothing.
-
-        Returns:
-            None before the first eviction.
-        """
-        count = bisect_left(self.points, end, key=itemgetter(0))
-        return _suffix(self.points[count - 1][1]) if count else None
-
-    @classmethod
-    def of(cls, served: ServedRequest, plan: Plan, keeps: bool) -> Conversation | None:
-        """Return a request's conversation; None if it does not belong to one.
-
-        Args:
-            keeps: whether sessions are saved and found.
-        """
-        if served.turns is None:
-            return None
-        if not keeps or served.exact:
-            return cls(served.turns, exact=served.exact, name=served.session)
-        assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
-        keys: dict[int, bytes] = {}
-        points: list[tuple[int, bytes]] = []
-        policy = served.policy
-        budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
-        text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens} {served.keep}"
-        key = sha256(text.encode())
-        for number in plan.giving:
-            point = plan.computed_at(number)
-            # An allocator of one's own may give other lengths under the same name.
-            key.update(f" {point} ".encode() + plan.skip_after(number).tobytes())
-            keys[number] = key.digest()
-            points.append((point, keys[number]))
-        return cls(served.turns, plan, keys, tuple(points), name=served.session)
+from vllm_pyramid.kv_cache.evicted_names import session_name
+from vllm_pyramid.plan import RetentionPlan
 
 
 @dataclass(frozen=True)
@@ -106,7 +42,7 @@ class SessionSnapshot:
         point: tokens computed at that eviction.
         skip: `[layers]` tokens that the eviction skips.
         bundles: the base, and the bundles behind it, as far as the device has them.
-        in_host: the names of those that come behind these, which the host cache has.
+        in_host: the names of those that come behind these, which the tier below the pool has.
         hashes: the hashes of all bundles from position 0 to the last one.
         tokens: tokens up to the end of the last bundle.
         origin: the request that evicted.
@@ -135,11 +71,7 @@ class SessionCache:
         managers: the layers' managers.
         tokens: tokens of a block in every layer.
 
-    Attributes:
-        host: the host cache; None without one.
     """
-
-    host: HostCache | None = None
 
     def __init__(
         self, pool: BundlePool, managers: Sequence[SingleTypeKVCacheManager], tokens: int
@@ -160,28 +92,27 @@ class SessionCache:
         Args:
             hashes: the hashes of the request's bundles.
             plan: the request's plan.
-            keys: see `Conversation`.
+            keys: see `EvictedNames`.
             most: the most tokens that the session may have.
             least: tokens that must remain to be computed before an eviction at a given point.
             covered: how many of given bundles the stock groups can continue with.
         """
-        limit, cached = most, self._pool.bundles
+        limit, cached, tier = most, self._pool.bundles, self._pool.tier
         for number in reversed(keys):
             point, key = plan.computed_at(number), keys[number]
             first, last = self._base(point), min(limit // self._tokens, len(hashes))
             limit = min(most, point - least(point))  # for the session before this eviction
             if last <= first:
                 continue
-            base = _name(hashes[first], key)
-            if base not in cached and (self.host is None or base not in self.host):
+            base = session_name(hashes[first], key)
+            if base not in cached and base not in tier:
                 continue
-            names = [_name(block_hash, key) for block_hash in hashes[first:last]]
-            on_device = there = self._pool.longest_prefix(names)
-            if self.host is not None:
-                there += self.host.longest_prefix(names[there:])
+            names = [session_name(block_hash, key) for block_hash in hashes[first:last]]
+            on_device = self._pool.longest_prefix(names)
+            there = on_device + tier.longest_prefix(names[on_device:])
+            if there and not on_device:
                 heads = self.heads(plan.skip_after(number))
-                size = int((first + 1 - heads).sum())
-                if there and not on_device and self.host.num_blocks(base) != size:
+                if tier.num_blocks(base) != int((first + 1 - heads).sum()):
                     continue  # it cannot be this request's
             count = covered(hashes[: first + there])
             end = plan.prompt_len
@@ -192,16 +123,12 @@ class SessionCache:
             names = names[: count - first]
             bundles, in_host = [cached[name] for name in names[:on_device]], names[on_device:]
             skip, tokens = plan.skip_after(number), count * self._tokens
-            origin = bundles[0].origin if bundles else self._origin_in_host(names[0])
+            origin = bundles[0].origin if bundles else tier.origin(names[0])
             assert origin is not None, "a base has an origin"
             return SessionSnapshot(
                 plan, number, point, skip, bundles, in_host, hashes[:count], tokens, origin
             )
         return None
-
-    def _origin_in_host(self, name: BlockHash) -> str | None:
-        assert self.host is not None
-        return self.host.origin(name)
 
     def touch(self, session: SessionSnapshot) -> None:
         """Make a session the last to be dissolved, and its base last of all."""
@@ -218,7 +145,7 @@ class SessionCache:
     ) -> tuple[list[Sequence[KVCacheBlock]], list[Sequence[KVCacheBlock]]]:
         """Fill a request's empty tables with blocks of its own, in the places of a session's.
 
-        What the host cache has is copied from there, by its own order.
+        What the tier below the pool has is copied from there, by its own order.
 
         Returns:
             `[layers]`: the session's blocks on the device, and the request's blocks, into the first
@@ -235,8 +162,7 @@ class SessionCache:
             ]
             for layer, head in enumerate(heads)
         ]
-        if self.host is not None:
-            self.host.pin(session.in_host)
+        self._pool.tier.pin(session.in_host)
         counts = [len(session.hashes) - head for head in heads]
         blocks = iter(self._pool.get_new_blocks(sum(counts)))
         own: list[Sequence[KVCacheBlock]] = []
@@ -259,19 +185,19 @@ class SessionCache:
     def _load(
         self, session: SessionSnapshot, own: Sequence[Sequence[KVCacheBlock]], of_base: list[int]
     ) -> None:
-        """Order the copies of what the host cache has of a session.
+        """Order the copies of what the tier below the pool has of a session.
 
         Args:
             own: the request's blocks, `[layers][blocks]`. of_base: `[layers]` blocks of the base.
         """
+        tier = self._pool.tier
         for index, name in enumerate(session.in_host, len(session.bundles)):
-            assert self.host is not None
             if not index:
                 parts = (blocks[:count] for blocks, count in zip(own, of_base, strict=True))
-                self.host.load(name, list(chain.from_iterable(parts)))
+                tier.load(name, list(chain.from_iterable(parts)))
                 continue
             places = (count + index - 1 for count in of_base)
-            self.host.load(name, [blocks[at] for blocks, at in zip(own, places, strict=True)])
+            tier.load(name, [blocks[at] for blocks, at in zip(own, places, strict=True)])
 
     def keep(
         self,
@@ -292,7 +218,7 @@ class SessionCache:
             hashes: the hashes of the request's bundles.
             skip: `[layers]` tokens skipped now.
             point: tokens computed at the latest eviction.
-            key: see `Conversation`.
+            key: see `EvictedNames`.
             tokens: tokens that are computed; no step writes to them any more.
             origin: the request that evicted.
         """
@@ -303,12 +229,12 @@ class SessionCache:
         tables = [manager.req_to_blocks[request_id] for manager in self._managers]
         for index in range(end - 1, first, -1):
             blocks = [table[index] for table in tables]
-            if self._pool.add_idle(_name(hashes[index], key), blocks):
+            if self._pool.add_idle(session_name(hashes[index], key), blocks):
                 for table in tables:
                     table[index] = null
         heads = self.heads(skip).tolist()
         parts = [table[head : first + 1] for table, head in zip(tables, heads, strict=True)]
-        name = _name(hashes[first], key)
+        name = session_name(hashes[first], key)
         if self._pool.add_idle(name, list(chain.from_iterable(parts)), origin):
             for table, head in zip(tables, heads, strict=True):
                 table[head : first + 1] = [null] * (first + 1 - head)
@@ -316,12 +242,3 @@ class SessionCache:
     def _base(self, point: int) -> int:
         """Return the last bundle of the base: that of the last token before an eviction."""
         return -(-point // self._tokens) - 1
-
-
-def _name(block_hash: BlockHash, key: bytes) -> BlockHash:
-    """Return the name of a session's bundle; a bare hash names a bundle of the full cache."""
-    return BlockHash(block_hash + _suffix(key))
-
-
-def _suffix(key: bytes) -> bytes:
-    return b"@" + key

@@ -16,6 +16,8 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import ClassVar, Literal
 
+from vllm_pyramid.plan.chunk_units import NO_UNITS, ChunkUnits
+from vllm_pyramid.plan.tiles import TILE
 from vllm_pyramid.policy.component import Component
 
 
@@ -32,6 +34,11 @@ class Prefill(Component):
     def sparse_tokens(self, prompt_len: int) -> int:
         """Return how many first tokens of a prompt attend to chosen tiles: a multiple of `TILE`."""
         return 0
+
+    def units(self, prompt_len: int) -> ChunkUnits:
+        """Return the units of a prompt that no chunk may cut."""
+        sparse = self.sparse_tokens(prompt_len)
+        return ChunkUnits(sparse, TILE) if sparse else NO_UNITS
 
     @property
     def cache_key(self) -> bytes:

@@ -310,20 +310,17 @@ class Admission:
         prefixes = self._coordinator.prefixes
         places = {name: index for index, name in enumerate(names)}
         sets: list[tuple[int, list[int], bool]] = []
-        kinds = [(prefixes.cache, prefixes.shared_bundles(names[-1]), False)]
-        if prefixes.lasting is not None:
-            kinds.append((prefixes.lasting, prefixes.shared_lasting(names[-1]), True))
-        for cache, shared, lasting in kinds:
+        for cache, shared in prefixes.shared_bundles(names[-1]):
             bundle_blocks = int(cache.bundle_blocks[stage])
             for holders, bundles in shared.items():
                 indices = [places[name] for name in holders if name in places]
                 if len(indices) > 1:
-                    sets.append((bundles * bundle_blocks, indices, lasting))
+                    sets.append((bundles * bundle_blocks, indices, cache.to_end))
         has = np.zeros((len(sets), len(names)), np.bool_)
         for row, (_, indices, _) in zip(has, sets, strict=True):
             row[indices] = True
         return SharedBlocks(
             np.array([blocks for blocks, *_ in sets], np.int64),
             has,
-            np.array([lasting for *_, lasting in sets], np.bool_),
+            np.array([to_end for *_, to_end in sets], np.bool_),
         )

@@ -80,12 +80,12 @@ class SharedBlocks(NamedTuple):
     Attributes:
         blocks: `[sets]` blocks that the same requests have.
         has: `[sets, requests]` which requests have them.
-        lasting: `[sets]` whether they have them to their ends, behind their evictions too.
+        to_end: `[sets]` whether they have them to their ends, behind their evictions too.
     """
 
     blocks: Numbers
     has: Flags
-    lasting: Flags
+    to_end: Flags
 
 
 class StagePoolView(NamedTuple):
@@ -195,7 +195,7 @@ def missing_blocks(requests: RequestArrays, pool: StagePoolView, rules: StepRule
     # Afterwards these share what lasts, and may hold as much again of the rest if they evict inside
     # the prompt.
     share = shared.blocks @ shared.has
-    to_end = (given_back == 0) | shared.lasting[:, None]
+    to_end = (given_back == 0) | shared.to_end[:, None]
     until = np.full_like(last, -1)
     until[prompts] = whole_until
     until = np.where(to_end, last, until)

@@ -72,13 +72,15 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
             freed = plan.skip_after(record.released).astype(np.int64)
         blocks = coordinator.layer_blocks.of_units(record.num_blocks)
         blocks = np.maximum(blocks - freed // coordinator.layer_blocks.block_sizes, 0)
-        shared = len(record.bundles) * coordinator.prefixes.cache.tokens
-        policy = record.terms.policy
+        prefixes = coordinator.prefixes
+        shared = prefixes.num_bundles(request.request_id) * prefixes.cache.tokens
+        served = record.terms.served
+        policy = "" if served is None else served.policy.name
         budget = None if record.terms.plan is None else record.terms.plan.budget_tokens
-        host = record.from_host
-        if record.terms.attend is not None:
+        host = prefixes.of(request.request_id).from_below
+        if served is not None and served.policy.attend.selects:
             block_size = coordinator.layer_blocks.largest
-            pages = record.terms.attend.pages(request.num_prompt_tokens, num_layers, block_size)
+            pages = served.policy.attend.pages(request.num_prompt_tokens, num_layers, block_size)
             held = request.num_computed_tokens - freed
             read = np.minimum(pages.astype(np.int64) * block_size, held).tolist()
     return {

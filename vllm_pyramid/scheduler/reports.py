@@ -19,7 +19,6 @@ from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.counters import means_of_layers, sums_of_layers
-from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
@@ -47,7 +46,6 @@ class Reports(SchedulerPoints):
     failed: FailedRequests
     hooks: list[SchedulerHooks]
     reports_cached: bool
-    host_block_bytes: int = 0  # of all ranks together
     _sent_stats: dict[str, Any] | None = None
 
     @cached_property
@@ -161,10 +159,11 @@ class Reports(SchedulerPoints):
         shows_cached = self.reports_cached or bool(request.cache_salt)
         plans, sessions = self.coordinator.plans, self.coordinator.sessions
         layer_blocks = self.coordinator.layer_blocks
-        terms, plan = plans.records[request.request_id].terms, plans.of(request.request_id)
+        served, plan = plans.records[request.request_id].terms.served, plans.of(request.request_id)
+        assert served is not None, "the planner's terms have it"
         whole = -(-plan.prompt_len // layer_blocks.block_sizes)
         report: dict[str, Any] = {
-            "kv_policy": terms.policy,
+            "kv_policy": served.policy.name,
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
             **self._layers,
@@ -174,14 +173,13 @@ class Reports(SchedulerPoints):
             "blocks_before": layer_blocks.full(plan.prompt_len),
             "blocks_after": int(whole.sum()),
         }
-        conversation = sessions.conversation(request.request_id)
-        if self.kv_policy.inner_policy is not None or conversation is not None:
+        if self.kv_policy.inner_policy is not None or served.turns is not None:
             report["inner_evictions"] = len(plan.inner)
-        if conversation is not None:
-            report["kv_turns"] = [*conversation.turns, plan.prompt_len]
-            report["kv_turn_mode"] = EXACT if conversation.exact else RESUME
-            if conversation.name is not None:
-                report["kv_session"] = conversation.name
+        if served.turns is not None:
+            report["kv_turns"] = [*served.turns, plan.prompt_len]
+            report["kv_turn_mode"] = EXACT if served.exact else RESUME
+            if served.session is not None:
+                report["kv_session"] = served.session
             if shows_cached:
                 report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
         resolved = plans.confirmed(request.request_id)
@@ -202,10 +200,10 @@ class Reports(SchedulerPoints):
             if plan.is_deferred:
                 report["kv_budget"] = point.budget_tokens
                 report["solved_tokens"] = point.keep.tolist()
-        if terms.min_tokens is not None:
-            report["kv_min_tokens"] = terms.min_tokens
-        if terms.keep:
-            report["kv_keep"] = flat(terms.keep)
+        if served.share_floor is not None:
+            report["kv_min_tokens"] = served.share_floor
+        if served.keep:
+            report["kv_keep"] = flat(served.keep)
         for hooks in self.hooks:
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:
@@ -257,39 +255,4 @@ class Reports(SchedulerPoints):
             "blocks_held": sums_of_layers(counters.held_blocks, lanes),
             "tokens_held": means_of_layers(computed - counters.skipped_tokens, lanes),
             **({"companion_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
-            **self._host_stats(),
-        }
-
-    def _host_stats(self) -> dict[str, Any]:
-        """Return the counters of the host cache, in tokens and bytes of all ranks; none without."""
-        host = self.coordinator.host_cache
-        if host is None:
-            return {}
-        counters, slot_bytes = host.counters, host.slot_blocks * self.host_block_bytes
-        return {
-            "host_cache": {
-                "queries": counters.queries,
-                "hits": counters.hits,
-                "evictions": counters.evictions,
-                "dropped": counters.dropped,
-                "bytes_stored": counters.stored * self.host_block_bytes,
-                "bytes_loaded": counters.loaded * self.host_block_bytes,
-                "bytes_used": host.used_slots * slot_bytes,
-                "bytes": host.num_slots * slot_bytes,
-                **self._file_stats(host.files),
-            }
-        }
-
-    def _file_stats(self, files: HostFiles | None) -> dict[str, Any]:
-        """Return the counters of the host cache's folder; none without."""
-        if files is None:
-            return {}
-        counters = files.counters
-        return {
-            "file_bytes_written": counters.ordered,
-            "file_bytes_read": counters.read,
-            "file_evictions": counters.evictions,
-            "files_damaged": counters.damaged,
-            "files_unwritten": counters.unwritten,
-            "file_bytes_used": files.used_bytes,
         }

@@ -13,9 +13,9 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.input_processor import check_images, check_whole
+from vllm_pyramid.kv_cache.evicted_names import EvictedNames
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.request_record import RequestTerms
-from vllm_pyramid.kv_cache.session_cache import Conversation
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.fit import Pool, check_fit
@@ -92,17 +92,15 @@ class RequestPlanner:
                 request.request_id, request.cache_salt or "", served.application, plan
             ):
                 plan = _replan(request, served, plan, fields)
+        prefill = served.policy.prefill
         return RequestTerms(
             plan,
-            served.policy.name,
-            served.share_floor,
+            served,
             shareable_tokens(served.policy, plan) if shares else 0,
             reusable_tokens(served.policy, plan) if shares else 0,
-            Conversation.of(served, plan, shares),
-            served.keep,
-            served.policy.attend if served.policy.attend.selects else None,
-            served.policy.prefill.sparse_tokens(plan.prompt_len),
-            served.policy.prefill.cache_key,
+            prefill.units(plan.prompt_len),
+            prefill.cache_key,
+            EvictedNames.of(served, plan) if shares else None,
         )
 
     def _check(self, request: Request) -> ServedRequest:

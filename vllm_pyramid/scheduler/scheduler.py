@@ -16,25 +16,15 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat import page_server
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
-from vllm_pyramid.compat.side_channel import (
-    attach_block_copies,
-    attach_copies,
-    attach_host_copies,
-    attach_origins,
-    read_report,
-)
+from vllm_pyramid.compat.side_channel import attach_block_copies, attach_messages, read_report
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.host_cache import HostCache
-from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.kv_cache.new_blocks import NoBlocks, kv_cache_blocks
-from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.plan import Plan
-from vllm_pyramid.plan.tiles import whole_tiles
 from vllm_pyramid.policy.fit import Pool
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
-from vllm_pyramid.scheduler.host_folder import files_of
+from vllm_pyramid.scheduler.host_tier import add_host_tier
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
 from vllm_pyramid.step.failures import METHOD, Failure
@@ -88,8 +78,6 @@ class PyramidSchedulerMixin(Reports):
                 )
             manager.enable_caching = False
             logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)
-        if settings.host_cache_bytes is not None:
-            self._add_host_cache(settings.host_cache_bytes, settings)
         self.kv_policy = settings.policy
         self.reports_cached = settings.reports_cached
         self._min_last_chunk = settings.min_last_chunk
@@ -98,7 +86,12 @@ class PyramidSchedulerMixin(Reports):
         # Otherwise the pool has room for whole sequences, so no request waits for its own head.
         self._pool_may_be_smaller = inside is not None or self.kv_policy.schedule.every > 0
         self.failed = FailedRequests()
-        self.hooks = self.kv_policy.scheduler_hooks(coordinator.layer_blocks.num_layers)
+        self.hooks = [
+            *self.kv_policy.scheduler_hooks(coordinator.layer_blocks.num_layers),
+            *add_host_tier(
+                coordinator, self.vllm_config, settings, finds_prefixes=manager.enable_caching
+            ),
+        ]
         in_flight = self.vllm_config.max_in_flight_tokens
         self._pool = Pool(
             coordinator.layer_blocks.num_layers,
@@ -133,38 +126,6 @@ class PyramidSchedulerMixin(Reports):
             page_server.install_engine()
         self.log_capacity(self._pool.block_size)
 
-    def _add_host_cache(self, num_bytes: int, settings: ServedSettings) -> None:
-        """Let bundles live on in host memory, of which each rank has `num_bytes`, and in files.
-
-        Raises:
-            ValueError: requests find no prefixes, the memory holds no bundle, or a folder is not
-                to be used.
-        """
-        if not self.kv_cache_manager.enable_caching:
-            raise ValueError(
-                "--kv-host-cache keeps what prefix caching finds, and prefix caching is off for "
-                "this model: leave the flag out"
-            )
-        coordinator, config = self.coordinator, self.vllm_config.parallel_config
-        num_layers = coordinator.layer_blocks.num_layers
-        rows = settings.policy.attend.summary_rows
-        slots = HostSlots.of(num_bytes, coordinator.layer_specs, rows)
-        files = files_of(self.vllm_config, settings, coordinator.layer_specs, slots)
-        coordinator.use_host_cache(HostCache(slots.count, num_layers, files))
-        ranks = config.tensor_parallel_size
-        self.host_block_bytes = slots.num_bytes // num_layers * ranks
-        logger.info(
-            "kv-host-cache: %.2f GiB of host memory%s hold the KV of %d tokens of full prompts, in "
-            "%d slots of %d tokens, %.3g MiB each%s",
-            slots.count * slots.num_bytes * ranks / 2**30,
-            f" of {ranks} ranks together" if ranks > 1 else "",
-            slots.count * coordinator.layer_blocks.largest,
-            slots.count,
-            coordinator.layer_blocks.largest,
-            slots.num_bytes / 2**20,
-            " and rank" if ranks > 1 else "",
-        )
-
     def add_request(self, request: Request) -> None:
         """Plan what the request keeps, then queue it.
 
@@ -187,33 +148,25 @@ class PyramidSchedulerMixin(Reports):
         """Schedule a step, and tell the workers which blocks to copy before it."""
         coordinator = self.coordinator
         self._evicting = []
-        coordinator.prefixes.mark_scheduled()  # what was published between two steps is computed
+        coordinator.stores.mark_scheduled()  # what was published between two steps is computed
         output = super().schedule(*args, **kwargs)
-        coordinator.prefixes.mark_scheduled()
+        coordinator.stores.mark_scheduled()
         attach_block_copies(output, coordinator.block_copies.take())
-        attach_origins(output, coordinator.sessions.take_resumed_from())
         # Last, when all requests have got the blocks that this step needs.
         scheduled = output.num_scheduled_tokens
         evicting = [request for request in self._evicting if request.request_id in scheduled]
-        attach_copies(output, coordinator.evicted_prefixes.reserve(evicting))
-        if coordinator.host_cache is not None:  # reserved blocks may be those of bundles, too
-            attach_host_copies(output, coordinator.host_cache.take())
+        attach_messages(output, coordinator.stores.take_messages(evicting))
         return output
 
     def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
-        """Find a session or a prefix; the queries that score a prompt are computed in any case."""
+        """Find what others have computed; the queries that score a prompt are computed anyway."""
         empty = self.kv_cache_manager.empty_kv_cache_blocks
         if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return empty, 0
-        plan = self.coordinator.plans.of(request.request_id)
-        if tokens := self.coordinator.sessions.resumable_tokens(
-            request, most, lambda point: self._least_before(plan, point)
-        ):
-            return self._hit, tokens
-        if plan.evicts:
-            first = plan.exact_tokens
-            most = min(most, first - self._least_before(plan, first))
-        tokens = self.coordinator.prefixes.cached_tokens(request, max(most, 0))
+        plans = self.coordinator.plans
+        least = partial(self._least_before, plans.of(request.request_id))
+        record = plans.records[request.request_id]
+        tokens = self.coordinator.stores.find(request, record, most, least)
         return (self._hit if tokens else empty), tokens
 
     def _least_before(self, plan: Plan, point: int) -> int:
@@ -245,7 +198,7 @@ class PyramidSchedulerMixin(Reports):
         ):
             chunk = self._chunk(request, plan, computed, tokens)
             terms = self.coordinator.plans.records[request.request_id].terms
-            chunk = whole_tiles(computed, chunk, terms.sparse_tokens)
+            chunk = terms.units.chunk(computed, chunk)
             if (
                 self._pool_may_be_smaller
                 and not waits
@@ -286,8 +239,6 @@ class PyramidSchedulerMixin(Reports):
         """Record the worker's evictions before blocks are given back; end what has failed there."""
         report = read_report(model_runner_output)
         self.failed.dropped_traces += report.dropped_traces
-        if report.unwritten_files:
-            self._host_files().failed_to_write(report.unwritten_files)
         for hooks in self.hooks:
             if hooks.name in report.methods:
                 with self.failed.dropping(f"the report of {hooks.name!r} on a step"):
@@ -312,16 +263,11 @@ class PyramidSchedulerMixin(Reports):
                 self._admission.evicted(request_id, resolved, number)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _host_files(self) -> HostFiles:
-        host = self.coordinator.host_cache
-        assert host is not None and host.files is not None, "nothing else writes files"
-        return host.files
-
     def shutdown(self) -> None:
-        """End as vLLM does, and leave the folder of the host cache to others."""
+        """End as vLLM does, and the hooks with it."""
         super().shutdown()
-        if self.coordinator.host_cache is not None and self.coordinator.host_cache.files:
-            self._host_files().close()
+        for hooks in self.hooks:
+            hooks.close()
 
     def _is_current(self, request_id: str) -> bool:
         """Return whether a step's report counts: not if the request has finished, nor if it was
@@ -338,7 +284,7 @@ class PyramidSchedulerMixin(Reports):
     def ends(self, request: Request) -> None:
         """Save a request's session; one that has failed may hold something else than planned."""
         if request.status != RequestStatus.FINISHED_ERROR:
-            self.coordinator.save_session(request)
+            self.coordinator.save(request)
 
     def freed(self, request: Request) -> None:
         """Forget a request that has ended."""

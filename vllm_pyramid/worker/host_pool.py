@@ -24,18 +24,12 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_pyramid.compat.side_channel import (
-    HostCopies,
-    HostCopy,
-    HostFill,
-    read_host_copies,
-)
+from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, HostFill
 from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
 from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.step.upload import upload
 from vllm_pyramid.worker.file_writer import FileWriter
 
-_NOTHING = HostCopies([], [])
 _WORD = torch.int64  # blocks are copied in larger units than bytes where these fit
 # Bytes that may wait to be written to files: a pause of the disk is not to take the host's memory.
 _MOST_WAITING = 1 << 30
@@ -110,9 +104,8 @@ class HostPool:
                 f"{self.slots.shape[-1]}: leave --kv-host-cache out, and report this"
             )
 
-    def store(self, output: SchedulerOutput) -> None:
+    def store(self, copies: HostCopies) -> None:
         """Copy to the host what the step's other copies, and the step itself, may overwrite."""
-        copies = read_host_copies(output) or _NOTHING
         if copies.files is not None:
             if self.writer is None:
                 most = min(_MOST_WAITING, self.slots.nbytes)
@@ -130,18 +123,21 @@ class HostPool:
             for memory, part in self._parts_of(slot):
                 _copy_out(memory, blocks, part)
 
-    def load(self, output: SchedulerOutput) -> None:
+    def load(self, copies: Sequence[HostCopy], output: SchedulerOutput) -> None:
         """Copy from the host what the step's requests begin with.
 
         The blocks are removed from those that vLLM zeroes afterwards.
         """
-        copies = (read_host_copies(output) or _NOTHING).loaded
         for blocks, slot in self._of(copies):
             for memory, part in self._parts_of(slot):
                 memory.index_copy_(0, blocks, part)
         if copies and (to_zero := output.new_block_ids_to_zero):
             filled = {block for copy in copies for block in copy.blocks[self._layers]}
             output.new_block_ids_to_zero = [block for block in to_zero if block not in filled]
+
+    def take_unwritten(self) -> int:
+        """Return how many files could not be written since the last call."""
+        return 0 if self.writer is None else self.writer.take_failed()
 
     def release(self) -> None:
         """Give the memory back, once the device has finished its work and files are written."""

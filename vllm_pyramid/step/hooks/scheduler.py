@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerHooks:
-    """What one part of a policy does in the scheduler.
+    """What one part of a policy, or a feature of the engine, does in the scheduler.
 
     Attributes:
         name: of the worker's hooks whose reports come here.
@@ -54,6 +54,9 @@ class SchedulerHooks:
         """Forget a request, and return what its response says of it."""
         return {}
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, Any]:
         """Return counters since the start, for the metrics."""
         return {}
+
+    def close(self) -> None:
+        """Give back what outlives the process: the engine ends."""

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores: where what requests have computed outlives them, and other requests find it.
+
+    a request waits     lookup, blocks_needed      the first store that finds something serves it
+    it begins           enter
+    each step           publish, then mark_scheduled and take_message
+    it evicts           released, when its head blocks are given back
+    it ends             saves, prepare; leave, when its blocks are freed (also by a preemption)
+
+The coordinator has the stores in the order in which they are asked, and knows none by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from vllm_pyramid.kv_cache.request_record import SchedulerRequest
+    from vllm_pyramid.plan import RetentionPlan
+
+Numbers = npt.NDArray[np.int64]
+# Fewest tokens that must remain to be computed before an eviction at a given point of the prompt.
+Least = Callable[[int], int]
+
+
+class Hit(Protocol):
+    """What a store has found for a request.
+
+    Attributes:
+        tokens: leading tokens that the request need not compute.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+
+
+H = TypeVar("H", bound=Hit)
+
+
+class CacheStore(Generic[H]):
+    """One store. What a function of this class does is right for a store that needs no such call.
+
+    Attributes:
+        name: of its messages to the workers.
+    """
+
+    name = ""
+
+    def lookup(
+        self, request: Request, record: SchedulerRequest, most: int, least: Least
+    ) -> H | None:
+        """Return what a request without blocks could begin with; None if that is nothing.
+
+        Args:
+            most: the most tokens. least: see `Least`.
+        """
+        return None
+
+    def blocks_needed(
+        self, request_id: str, record: SchedulerRequest, hit: H, num_tokens: int, *, capped: bool
+    ) -> int:
+        """Return the blocks that a request needs for `num_tokens` tokens, if it begins with a hit.
+
+        Args:
+            capped: count only the most that it holds at any one time.
+        """
+        raise NotImplementedError
+
+    def enter(self, request_id: str, record: SchedulerRequest, hit: H) -> None:
+        """Begin the tables of a request with a hit. It has as many blocks as it was said to need.
+
+        Raises:
+            RuntimeError: the request has blocks already.
+        """
+        raise NotImplementedError
+
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others find what this step computes of a request at the latest."""
+
+    def mark_scheduled(self) -> None:
+        """Record that all that was published is computed, or will be in the scheduled step."""
+
+    def take_message(self, evicting: Sequence[Request]) -> Any:
+        """Return what the workers must know of the step just scheduled; None for nothing.
+
+        Args:
+            evicting: the requests that come to their first eviction in this step.
+        """
+        return None
+
+    def released(
+        self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan
+    ) -> tuple[Numbers | int, Numbers | int]:
+        """Take a request's shared blocks out of its tables: it has evicted.
+
+        Returns:
+            `[layers]` blocks that leave its tables, and those of them that no request has any more.
+        """
+        return 0, 0
+
+    def saves(self, record: SchedulerRequest) -> bool:
+        """Return whether it may save what a request holds when the request ends."""
+        return False
+
+    def prepare(self, request: Request, record: SchedulerRequest, processed: int) -> None:
+        """Note what to save of a request which has ended, when its blocks are freed.
+
+        Args:
+            processed: tokens whose steps have ended.
+        """
+
+    def leave(self, request_id: str, record: SchedulerRequest) -> Numbers | int:
+        """Take what is the store's out of a request's tables, whose blocks are freed next.
+
+        Returns:
+            `[layers]` blocks of its tables that other requests still have.
+        """
+        return 0
+
+
+class Found(NamedTuple):
+    """What was found for a request, until it begins.
+
+    Attributes:
+        store: where. hit: what, as the store knows it.
+    """
+
+    store: CacheStore[Any]
+    hit: Hit

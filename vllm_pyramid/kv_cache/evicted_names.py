@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What names KV that a request computes behind its evictions, so that its next turn finds it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from hashlib import sha256
+from operator import itemgetter
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+from vllm_pyramid.plan import Plan, RetentionPlan
+from vllm_pyramid.policy.request import ServedRequest
+
+
+@dataclass(frozen=True)
+class EvictedNames:
+    """The names of what a request with turns computes behind its evictions.
+
+    Attributes:
+        plan: the request's plan.
+        keys: for each eviction that gives blocks back, by its number: what the KV behind it
+            depends on apart from the tokens.
+        points: the same keys in order, each with the tokens that are computed at its eviction.
+    """
+
+    plan: RetentionPlan
+    keys: dict[int, bytes]
+    points: tuple[tuple[int, bytes], ...]
+
+    def suffix(self, end: int) -> bytes | None:
+        """Return what the KV of the first `end` tokens depends on, apart from these tokens.
+
+        An eviction at `end` comes after the attention of the last of them, so it changes nothing.
+
+        Returns:
+            None before the first eviction.
+        """
+        count = bisect_left(self.points, end, key=itemgetter(0))
+        return _suffix(self.points[count - 1][1]) if count else None
+
+    @classmethod
+    def of(cls, served: ServedRequest, plan: Plan) -> EvictedNames | None:
+        """Return the names of a request; None if it leaves nothing for a later turn."""
+        if served.resumed_turns is None:
+            return None
+        assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
+        keys: dict[int, bytes] = {}
+        points: list[tuple[int, bytes]] = []
+        policy = served.policy
+        budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
+        text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens} {served.keep}"
+        key = sha256(text.encode())
+        for number in plan.giving:
+            point = plan.computed_at(number)
+            # An allocator of one's own may give other lengths under the same name.
+            key.update(f" {point} ".encode() + plan.skip_after(number).tobytes())
+            keys[number] = key.digest()
+            points.append((point, keys[number]))
+        return cls(plan, keys, tuple(points)) if keys else None
+
+
+def session_name(block_hash: BlockHash, key: bytes) -> BlockHash:
+    """Return the name of a session's bundle; a bare hash names a bundle of the full cache."""
+    return BlockHash(block_hash + _suffix(key))
+
+
+def _suffix(key: bytes) -> bytes:
+    return b"@" + key

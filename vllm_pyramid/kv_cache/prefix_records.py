@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store of prefixes knows of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+from vllm_pyramid.kv_cache.bundles import BlockBundle
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A prefix that a request could begin with.
+
+    Attributes:
+        names: of the bundles on the device, from position 0 on.
+        shared: how many of them the request would share; it copies the others.
+        below: of the bundles behind them, which are in the tier below the pool.
+        tokens: of all of them.
+    """
+
+    names: list[BlockHash]
+    shared: int
+    below: list[BlockHash]
+    tokens: int
+
+
+@dataclass(slots=True)
+class SharedPrefix:
+    """The part of a request's tables that others may have, too.
+
+    Attributes:
+        bundles: by their kind, the bundles with which its tables begin, until an eviction gives
+            them back, or to its end.
+        from_below: first and last token, exclusive, that it began with out of the tier below.
+        query: tokens that it looks for in the tier, and finds there, until it begins.
+    """
+
+    bundles: dict[PrefixCache, list[BlockBundle]]
+    from_below: tuple[int, int] = (0, 0)
+    query: tuple[int, int] = (0, 0)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All stores of an engine, as one (`cache_store.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.request import Request
+
+from vllm_pyramid.kv_cache.bundles import BundlePool
+from vllm_pyramid.kv_cache.cache_store import CacheStore, Found, Least, Numbers
+from vllm_pyramid.kv_cache.request_record import SchedulerRequest
+from vllm_pyramid.plan import RetentionPlan
+
+TIER = "tier"  # the name of its messages
+
+
+class Stores:
+    """The stores, each of which is called as `CacheStore` says.
+
+    Args:
+        pool: of all blocks, with the tier below it.
+        stores: in the order in which they are looked up.
+    """
+
+    def __init__(self, pool: BundlePool, stores: Sequence[CacheStore[Any]]) -> None:
+        self._pool, self._stores = pool, stores
+        # Called for every request in every step, so those that do nothing are left out.
+        self._publishing = [
+            store for store in stores if type(store).publish is not CacheStore.publish
+        ]
+
+    def find(self, request: Request, record: SchedulerRequest, most: int, least: Least) -> int:
+        """Look a request without blocks up; the first store that finds something serves it.
+
+        Its blocks become the request's, or are copied, when its next allocation succeeds.
+
+        Args:
+            most: the most tokens to find. least: see `Least`.
+
+        Returns:
+            The tokens that it need not compute.
+        """
+        record.found = None
+        for store in self._stores:
+            if (hit := store.lookup(request, record, most, least)) is not None:
+                record.found = Found(store, hit)
+                tokens: int = hit.tokens
+                return tokens
+        return 0
+
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others find what this step computes of a request at the latest."""
+        for store in self._publishing:
+            store.publish(request, num_computed_tokens)
+
+    def mark_scheduled(self) -> None:
+        """Record that all that was published is computed, or will be in the scheduled step."""
+        for store in self._stores:
+            store.mark_scheduled()
+
+    def take_messages(self, evicting: Sequence[Request]) -> dict[str, Any]:
+        """Return what the workers must know of the step just scheduled, by the stores' names."""
+        found = {store.name: store.take_message(evicting) for store in self._stores}
+        # Last: to reserve blocks may dissolve bundles, which the tier stores.
+        found[TIER] = self._pool.tier.take_message()
+        return {name: message for name, message in found.items() if message is not None}
+
+    def released(
+        self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan
+    ) -> tuple[Numbers | int, Numbers | int]:
+        """Take a request's shared blocks out of its tables: it has evicted.
+
+        Returns:
+            `[layers]` blocks that leave its tables, and those of them that no request has any more.
+        """
+        left: Numbers | int = 0
+        unused: Numbers | int = 0
+        for store in self._stores:
+            of_store, of_nobody = store.released(request_id, record, resolved)
+            left, unused = left + of_store, unused + of_nobody
+        return left, unused
+
+    def saves(self, record: SchedulerRequest) -> bool:
+        """Return whether a store may save what a request holds when the request ends."""
+        return any(store.saves(record) for store in self._stores)
+
+    def prepare(self, request: Request, record: SchedulerRequest, processed: int) -> None:
+        """Note what to save of a request which has ended, when its blocks are freed."""
+        for store in self._stores:
+            if store.saves(record):
+                store.prepare(request, record, processed)
+
+    def leave(self, request_id: str, record: SchedulerRequest) -> Numbers | int:
+        """Take what is the stores' out of a request's tables, whose blocks are freed next.
+
+        Returns:
+            `[layers]` blocks of its tables that other requests still have.
+        """
+        others: Numbers | int = 0
+        for store in reversed(self._stores):  # sessions take what prefixes leave
+            others = others + store.leave(request_id, record)
+        return others

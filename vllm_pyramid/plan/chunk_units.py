@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leading tokens of a prompt that are computed in whole units, so that no chunk cuts one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ChunkUnits(NamedTuple):
+    """Units of a prompt: unit i begins at token `i * size`.
+
+    Attributes:
+        tokens: the first tokens of the prompt, which are computed so; a multiple of `size`.
+        size: tokens of a unit.
+    """
+
+    tokens: int = 0
+    size: int = 1
+
+    def chunk(self, computed: int, tokens: int) -> int:
+        """Return the tokens of a chunk that cuts no unit, at most `tokens`.
+
+        Args:
+            computed: tokens before the chunk, whole units.
+        """
+        end = computed + tokens
+        return tokens if end >= self.tokens else max(end // self.size * self.size - computed, 0)
+
+    def whole(self, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens are whole units."""
+        return tokens // self.size * self.size if self.tokens else tokens
+
+
+NO_UNITS = ChunkUnits()  # chunks may end anywhere
