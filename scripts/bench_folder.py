@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure how a host cache's folder of many files is opened, and how a bundle is looked up in it.
+
+    python scripts/bench_folder.py --files 100000
+
+Prints the seconds until the folder is open, those until all files are counted, the bytes of memory
+that each file takes afterwards, and the microseconds of a lookup.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import tracemalloc
+from hashlib import sha256
+from pathlib import Path
+
+from vllm_pyramid.kv_cache.host_files import HostFiles
+
+_LOOKUPS = 2000
+
+
+def names(count: int) -> list[bytes]:
+    """Return names of bundles."""
+    return [number.to_bytes(32, "big") for number in range(count)]
+
+
+def fill(folder: Path, count: int) -> None:
+    """Write small files under the names of bundles of the namespace `one`."""
+    for name in names(count):
+        digest = sha256(name).hexdigest()
+        path = folder / "vllm-pyramid" / "one" / digest[:2] / f"{digest}.kv"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(bytes(64))
+    (folder / "vllm-pyramid").chmod(0o700)
+
+
+def main() -> None:
+    """Measure once; files are in the page cache."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=100_000)
+    count = parser.parse_args().files
+    with tempfile.TemporaryDirectory() as folder:
+        fill(Path(folder), count)
+        begin = time.perf_counter()
+        files = HostFiles(folder, "one", 64, 1 << 40, 1 << 20)
+        opened = time.perf_counter() - begin
+        steps = 0
+        begin_steps = time.perf_counter()
+        while files.num_files < count:
+            files.take()
+            steps += 1
+        rest = time.perf_counter() - begin_steps
+        begin = time.perf_counter()
+        found = sum(name in files for name in names(_LOOKUPS))
+        looked_up = (time.perf_counter() - begin) / _LOOKUPS
+        files.close()
+        tracemalloc.start()
+        files = HostFiles(folder, "one", 64, 1 << 40, 1 << 20)
+        while files.num_files < count:
+            files.take()
+        held = tracemalloc.get_traced_memory()[0] / count
+        files.close()
+    print(
+        f"{count} files: open after {opened:.2f} s; counted in {steps} steps, {rest:.2f} s in all; "
+        f"{held:.0f} bytes of memory a file; a lookup takes {looked_up * 1e6:.1f} us "
+        f"({found} of {_LOOKUPS} found)"
+    )
+
+
+if __name__ == "__main__":
+    main()
