@@ -156,9 +156,13 @@ def test_type_checking_stands_where_torch_must_not_load() -> None:
         assert _folder(module) in LIGHT or not climbs, f"{module} climbs to {climbs}"
 
 
+# Of methods beyond scoring. Not there yet, since the core still names them: lane, summar, solv.
+WORDS = ("thinn", "top_n", "swap", "solver", "h2o", "kcache", "keyformer", "accumulat")
+WORDS += ("sparse", "ridge", "lasting", "infllm", "streaming", "antidiagonal")
+
+
 def test_scheduler_and_worker_know_no_method() -> None:
     """They import no method, and no name of one stands in their source."""
-    words = ("thinn", "top_n", "swap", "solver", "h2o", "kcache", "keyformer", "accumulat")
     for module, tree in trees().items():
         if _folder(module) not in ("scheduler", "kv_cache", "attention", "worker"):
             continue
@@ -169,7 +173,7 @@ def test_scheduler_and_worker_know_no_method() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Name | ast.Attribute)
         }
-        found = {name for name in names if any(word in name.lower() for word in words)}
+        found = {name for name in names if any(word in name.lower() for word in WORDS)}
         assert not found - {"swap_space_bytes"}, (module, found)
 
 

@@ -160,7 +160,7 @@ class Engine:
         assert not self.coordinator.counters.held_blocks.any()
         assert not self.coordinator.counters.skipped_tokens.any()
         assert not self.coordinator.plans.records, "finished requests are kept"
-        for hooks in self.scheduler.hooks:
+        for hooks in self.scheduler.pyramid.hooks:
             for kept in ("_requests", "_of_request", "_averaged"):
                 assert not getattr(hooks, kept, None), f"{kept} keeps finished requests"
 

@@ -66,7 +66,7 @@ def test_others_get_the_tokens_that_they_get_alone(
         assert (ended.finish_reason, list(ended.token_ids)) == ("error", [])
         error = getattr(outcomes[length].output, "error", None)  # from vLLM 0.33 on
         assert reason in (ended.stop_reason or error.message)
-    assert engine.scheduler.failed.ended == {"scores": 1, "method": 5}
+    assert engine.scheduler.pyramid.failed.ended == {"scores": 1, "method": 5}
     engine.check_whole()
     # One that ends with its first token ends with the error, too.
     (only,) = engine.generate(_prompts([NAN]), greedy(1))

@@ -79,7 +79,7 @@ def push_out(engine: Engine) -> None:
 
 
 def totals(engine: Engine) -> dict[str, int]:
-    found: dict[str, int] = engine.scheduler.policy_stats()["host_cache"]
+    found: dict[str, int] = engine.scheduler.pyramid.reports.policy_stats()["host_cache"]
     return dict(found)
 
 

@@ -158,7 +158,7 @@ def test_bytes_moved_are_reported(engines: EnginePool, random_model: Path) -> No
     assert report["v_bytes_read_per_token"] == 24 * HEADS * row * (LAYERS - 1)
     prompt = sum(end * KV_HEADS for end in (256, 512, 600)) * row * (LAYERS - 1)
     assert report["v_bytes_read"] == prompt + 10 * report["v_bytes_read_per_token"]
-    totals = engine.scheduler.policy_stats()
+    totals = engine.scheduler.pyramid.reports.policy_stats()
     assert totals["v_bytes_written"] >= report["v_bytes_written"]
 
 
@@ -435,7 +435,7 @@ def test_soak(engines: EnginePool, tiny_model: Callable[[str], Path], policy: st
                 lambda engine: check_pool(engine.coordinator),
             )
         engine.check_whole()
-        (traffic,) = engine.scheduler.hooks
+        (traffic,) = engine.scheduler.pyramid.hooks
         assert isinstance(traffic, SwapTraffic) and not traffic._requests
         tokens[contended] = {o.job.name: o.token_ids for o in outcomes if o.output is not None}
         assert (preemptions["all"] > count // 20) == contended, preemptions

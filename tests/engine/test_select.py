@@ -587,10 +587,10 @@ def test_layers_of_other_kinds_attend_as_ever(
 
 def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: Path) -> None:
     engine = _fresh(engines.get(model, **SELECT))
-    (hooks,) = [one for one in engine.scheduler.hooks if isinstance(one, PageReads)]
+    (hooks,) = [one for one in engine.scheduler.pyramid.hooks if isinstance(one, PageReads)]
     before = hooks.totals()
     outcomes = engine.run(_jobs(lengths=(257, 97)))
-    after = engine.scheduler.policy_stats()
+    after = engine.scheduler.pyramid.reports.policy_stats()
     for name in ("pages_read", "pages_visible"):
         assert after[name] - before[name] == sum(one.report[name] for one in outcomes) > 0
 

@@ -67,7 +67,7 @@ class Pair:
         values = {"policy": "snapkv", "budget": 16, "prefix_caching": True, "max_model_len": 96}
         self.setup = Setup(**{**values, **changes})
         self.scheduler = make_scheduler(self.setup, num_blocks)
-        self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks)
+        self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, num_blocks)
         self.pool = self.scheduler.coordinator.block_pool
         self.chunks: list[dict[str, int]] = []
 

@@ -162,7 +162,7 @@ def test_a_hit_leaves_the_queries_of_a_prompts_end_at_which_nothing_goes(drafts:
         plan = pair.scheduler.coordinator.plans.of("second")
         quiet += plan.end_number not in plan.giving
         pair.run()
-        assert pair.worker.num_adopted <= n - pair.scheduler.kv_policy.min_last_chunk, n
+        assert pair.worker.num_adopted <= n - pair.scheduler.pyramid.policy.min_last_chunk, n
     assert quiet > 1
 
 

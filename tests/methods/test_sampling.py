@@ -150,7 +150,7 @@ class Pair:
         )
         num_blocks = setup.blocks_of_longest + 60
         self.scheduler = make_scheduler(setup, num_blocks)
-        self.worker = PlainWorker(self.scheduler.kv_policy, setup, num_blocks)
+        self.worker = PlainWorker(self.scheduler.pyramid.policy, setup, num_blocks)
 
     def run(self, *requests: tuple[str, int, dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
         """Add them, and step until all have ended; their reports."""
@@ -203,7 +203,7 @@ def test_later_requests_get_the_average_on_both_sides(asynchronous: bool) -> Non
     assert pair.worker.num_solved == 2
     scheduler = pair.scheduler
     assert not scheduler.coordinator.plans.records
-    (sampled,) = scheduler.hooks
+    (sampled,) = scheduler.pyramid.hooks
     assert isinstance(sampled, SampledShares)
     assert not sampled._averaged and not sampled._of_request
 

@@ -45,7 +45,7 @@ def test_a_failed_request_ends_with_the_reason_and_the_others_go_on(max_tokens: 
     assert stats is not None and stats["now"]["failed_requests"] == {"scores": 1}
     assert set(pair.scheduler.requests) == {"right"}
     pair.step()
-    assert not pair.scheduler.failed.dropped_reports
+    assert not pair.scheduler.pyramid.failed.dropped_reports
     pair.scheduler.finish_requests(
         "right", pair.scheduler.requests["right"].status.FINISHED_ABORTED
     )
@@ -93,14 +93,14 @@ def test_a_report_that_cannot_be_sent_is_left_out(what: Any, reason: str) -> Non
     import re
 
     pair = Pair(SYNC)
-    pair.scheduler.hooks.append(Reporting(what))
+    pair.scheduler.pyramid.hooks.append(Reporting(what))
     pair.add("r", 40, max_tokens=1)
     (outputs,) = pair.step().values()
     (only,) = outputs.outputs
     assert only.finish_reason == FinishReason.LENGTH and len(only.new_token_ids) == 1
     assert set(only.kv_transfer_params) == {"report_error"}
     assert re.match(reason, only.kv_transfer_params["report_error"])
-    assert pair.scheduler.policy_stats()["dropped_reports"] == 1
+    assert pair.scheduler.pyramid.reports.policy_stats()["dropped_reports"] == 1
 
 
 class Raising(SchedulerHooks):
@@ -118,7 +118,7 @@ class Raising(SchedulerHooks):
 
 def test_a_hook_of_the_scheduler_that_raises_ends_its_request_at_most() -> None:
     pair = Pair(SYNC)
-    pair.scheduler.hooks.append(Raising())
+    pair.scheduler.pyramid.hooks.append(Raising())
     pair.add("wrong", 40)
     pair.add("right", 40)
     output = pair.scheduler.schedule()
@@ -128,8 +128,8 @@ def test_a_hook_of_the_scheduler_that_raises_ends_its_request_at_most() -> None:
     (outputs,) = pair.scheduler.update_from_output(output, attach_report(result, report)).values()
     ended = {one.request_id: one.finish_reason for one in outputs.outputs}
     assert ended == {"wrong": FinishReason.ERROR} and "right" in pair.scheduler.requests
-    assert pair.scheduler.failed.ended == {"method": 1}
-    assert pair.scheduler.failed.dropped_reports == 1
+    assert pair.scheduler.pyramid.failed.ended == {"method": 1}
+    assert pair.scheduler.pyramid.failed.dropped_reports == 1
     pair.step()
 
 
@@ -160,10 +160,10 @@ class Refusing(SchedulerHooks):
 @pytest.mark.parametrize("setup", [SYNC, ASYNC])
 def test_a_method_that_fails_when_a_request_comes_ends_that_request(setup: Setup) -> None:
     pair = Pair(setup)
-    policy = pair.scheduler.kv_policy.model_copy(update={"allocator": Fussy()})
-    pair.scheduler._planner._policy = pair.worker.tracker.policy = policy
-    pair.scheduler.hooks.append(Refusing())
-    assert pair.scheduler._planner._hooks is pair.scheduler.hooks
+    policy = pair.scheduler.pyramid.policy.model_copy(update={"allocator": Fussy()})
+    pair.scheduler.pyramid.planner._policy = pair.worker.tracker.policy = policy
+    pair.scheduler.pyramid.hooks.append(Refusing())
+    assert pair.scheduler.pyramid.planner._hooks is pair.scheduler.pyramid.hooks
     for name, length in (("right", 40), ("wrong", 41), ("refused", 42)):
         pair.add(name, length, max_tokens=3)
     reasons: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def test_a_method_that_fails_when_a_request_comes_ends_that_request(setup: Setup
         assert reasons[name][0] == FinishReason.ERROR
         assert reasons[name][1].startswith("KV policy: the plan of the policy 'pyramidkv'")
         assert text in reasons[name][1]
-    assert pair.scheduler.failed.ended == {"method": 2}
-    assert pair.scheduler.failed.dropped_reports > 0
+    assert pair.scheduler.pyramid.failed.ended == {"method": 2}
+    assert pair.scheduler.pyramid.failed.dropped_reports > 0
     assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
     assert not pair.coordinator.plans.records

@@ -129,7 +129,7 @@ class Costs:
         self.refused: str | None = None
         self.turns_evict = 0
         self._engine = scheduler
-        self._tracker = EvictionTracker(scheduler.kv_policy, LAYERS, 16, 4)
+        self._tracker = EvictionTracker(scheduler.pyramid.policy, LAYERS, 16, 4)
         self._time = ReferenceTime()
         costs = [self._costs(f"{name} {index}", body(index)) for index in range(TIMES)]
         self.front, self.scheduler, self.worker = (
@@ -146,7 +146,7 @@ class Costs:
         assert (sent is None) == (self.refused is not None), "the worker would follow it"
         # A worker follows what the scheduler sends on, and stands what no scheduler has seen.
         worker = _ms(self._time, self._tracker.add, name, PROMPT, sent)
-        worker = max(worker, _ms(self._time, for_request, self._engine.kv_policy, extra))
+        worker = max(worker, _ms(self._time, for_request, self._engine.pyramid.policy, extra))
         self._engine.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         return front, scheduler, worker
 
@@ -161,7 +161,7 @@ class Costs:
 
     def _check(self, params: SamplingParams) -> None:
         try:
-            check_request(self._engine.kv_policy, params).check_turns(PROMPT)
+            check_request(self._engine.pyramid.policy, params).check_turns(PROMPT)
         except ValueError as error:
             self.refused = str(error)
 

@@ -39,7 +39,7 @@ def check(pair: Pair, data: dict[str, Any]) -> None:
 def test_a_life_as_the_page_sees_it(setup: Setup) -> None:
     pair = Pair(setup)
     pair.add("r", 40, max_tokens=6)
-    plan = pair.scheduler.kv_policy.plan(40, setup.num_layers, setup.block_size)
+    plan = pair.scheduler.pyramid.policy.plan(40, setup.num_layers, setup.block_size)
     seen = []
     while pair.scheduler.requests:
         pair.step()

@@ -25,7 +25,7 @@ class Engine:
         self.setup = Setup(**changes)
         num_blocks = self.setup.blocks_of_longest + 60
         self.scheduler = make_scheduler(self.setup, num_blocks)
-        self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks)
+        self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, num_blocks)
 
     def step(self) -> dict[str, FinishReason]:
         """Run a step; returns which requests have ended, and why."""
@@ -92,7 +92,7 @@ def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -
     request = make_request("wrong", 40, 4)
     request.mm_features = [SimpleNamespace(identifier="an image")]  # type: ignore[list-item]
     model = SimpleNamespace(is_mm_prefix_lm=True)
-    monkeypatch.setattr(engine.scheduler._planner, "_model_config", model)
+    monkeypatch.setattr(engine.scheduler.pyramid.planner, "_model_config", model)
     engine.check_refused(request)
 
 

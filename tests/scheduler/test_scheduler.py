@@ -36,7 +36,7 @@ class Pair:
         num_blocks = setup.blocks_of_longest + spare_blocks
         self.scheduler = make_scheduler(setup, num_blocks)
         self.coordinator = self.scheduler.coordinator
-        self.worker = PlainWorker(self.scheduler.kv_policy, setup, num_blocks)
+        self.worker = PlainWorker(self.scheduler.pyramid.policy, setup, num_blocks)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
     def add(self, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ def test_an_id_that_is_taken_leaves_the_first_request_as_it_is() -> None:
 def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     """Preempted and resumed while its eviction was in flight: its prompt is not evicted yet."""
     pair = Pair(ASYNC)
-    plan = pair.scheduler.kv_policy.plan(80, 3, 4)
+    plan = pair.scheduler.pyramid.policy.plan(80, 3, 4)
     pair.add("r", 80)
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     assert pair.schedule().num_scheduled_tokens == {"r": 16}
@@ -98,7 +98,7 @@ def test_the_head_stays_while_a_step_that_reads_it_is_in_flight() -> None:
     pair.process()
     assert pair.coordinator.blocks_held("r") == [11, 11, 11]
     pair.schedule()
-    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
     assert pair.coordinator.blocks_held("r") == (plan.end.blocks + 1).tolist()
 
 
@@ -145,7 +145,7 @@ def test_the_response_says_what_was_kept(setup: Setup, max_tokens: int) -> None:
         for outputs in pair.step().values():
             for output in outputs.outputs:
                 report = output.kv_transfer_params
-    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
     assert report == {
         "kv_policy": "pyramidkv",
         "kv_budget": 12,
@@ -178,7 +178,7 @@ def test_the_response_says_what_a_share_never_falls_below(
 def test_the_statistics_count_layers_when_they_change() -> None:
     pair = Pair(SYNC)
     pair.add("r", 40)
-    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
     messages = []
     for _ in range(4):
         (outputs,) = pair.step().values()
@@ -198,7 +198,7 @@ def test_the_statistics_count_layers_when_they_change() -> None:
         "blocks_freed": (plan.end.skip // 4).tolist(),
         "blocks_held": (plan.end.blocks + 1).tolist(),
         "tokens_held": (plan.end.held + 1).tolist(),
-        "policy": [pair.scheduler.kv_policy.name, str(pair.scheduler.kv_policy.budget)],
+        "policy": [pair.scheduler.pyramid.policy.name, str(pair.scheduler.pyramid.policy.budget)],
         "pool_blocks": pair.worker.num_blocks,
     }
     assert decode == [None, None]
@@ -208,7 +208,7 @@ def test_a_request_that_ends_with_its_first_token_is_counted() -> None:
     pair = Pair(SYNC)
     pair.add("r", 40, max_tokens=1)
     pair.step()
-    plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
     assert pair.coordinator.counters.num_evictions == 1
     assert pair.coordinator.counters.tokens_evicted.tolist() == plan.end.skip.tolist()
     assert pair.coordinator.counters.held_blocks.tolist() == [0, 0, 0]
@@ -260,7 +260,7 @@ def test_the_response_says_what_was_solved(setup: Setup, max_tokens: int) -> Non
     pair.add("r", 40, max_tokens)
     pair.schedule()
     keep = _keep_of(pair)
-    open_plan = pair.scheduler.kv_policy.plan(40, 3, 4)
+    open_plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
     assert isinstance(open_plan, DeferredPlan)
     plan = open_plan.resolve(keep)
     report = None

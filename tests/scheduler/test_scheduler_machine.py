@@ -121,15 +121,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Start an engine."""
         self.scheduler = make_scheduler(self.setup, num_blocks)
         self.coordinator = self.scheduler.coordinator
-        self.sampled = [h for h in self.scheduler.hooks if isinstance(h, SampledShares)]
-        self.worker = PlainWorker(self.scheduler.kv_policy, self.setup, num_blocks, seed)
+        self.sampled = [h for h in self.scheduler.pyramid.hooks if isinstance(h, SampledShares)]
+        self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, num_blocks, seed)
         if self.folder is not None:
             host, page = host_of(self.coordinator), FILE_WORDS * np.dtype(np.int64).itemsize
             assert host is not None
             most = self.setup.host_slots * self.setup.num_layers * page
             host.files = HostFiles(self.folder.name, "one", page, 2 * most, most, patience=0)
-        if self.scheduler._admission is not None:
-            self.watch(self.scheduler._admission)
+        if self.scheduler.pyramid.admission is not None:
+            self.watch(self.scheduler.pyramid.admission)
         if self.setup.beside and self.setup.prefix_caching:
             self.watch_windows()
         if self.setup.host_slots:
@@ -225,14 +225,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request = make_request(request_id, prompt_len, max_tokens, override)
             self.requests[request_id] = request
             self.plans[request_id] = plan_for(
-                self.scheduler.kv_policy,
+                self.scheduler.pyramid.policy,
                 RequestKeys.parse(override),
                 prompt_len,
                 self.setup.num_layers,
                 self.setup.largest_block,
             )
             self.scheduler.add_request(request)
-            solver = self.scheduler.kv_policy.allocator
+            solver = self.scheduler.pyramid.policy.allocator
             samples = isinstance(solver, SolvingAllocator) and solver.samples
             assert samples == bool(self.sampled), "the hooks are those of the policy"
             if self.refused(request_id, prompt_len, max_tokens, override):
@@ -246,12 +246,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, request_id: str, prompt_len: int, max_tokens: int, override: dict[str, Any] | None
     ) -> bool:
         """Whether a prompt alone would need more than the pool: then it ends with an error."""
-        policy = self.scheduler.kv_policy
+        policy = self.scheduler.pyramid.policy
         served = resolve(policy, RequestKeys.parse(override))
         plan = self.plans[request_id]
         sizes = np.array(self.setup.block_sizes)
         blocks = peak_blocks(plan, prompt_len, sizes, stages=self.setup.stages)
-        needed = self.setup.of_fullest_stage(blocks) + self.scheduler._pool.other_blocks
+        needed = (
+            self.setup.of_fullest_stage(blocks) + self.scheduler.pyramid.planner._pool.other_blocks
+        )
         refused = policy.inner_policy is not None and needed > self.worker.num_blocks
         assert refused == (request_id in self.scheduler.grammar_compile_error_reqs), served
         self.seen["refused"] += refused
@@ -508,7 +510,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_chunk(self, name: str, computed: int, scheduled: int) -> None:
         """No chunk crosses an eviction; those in the prompt leave the observation window."""
         plan = self.plans[name]
-        on_host = isinstance(self.scheduler.kv_policy.values, HostValues)
+        on_host = isinstance(self.scheduler.pyramid.policy.values, HostValues)
         if on_host and computed < plan.prompt_len:
             assert computed + scheduled <= plan.prompt_len, f"{name}: a chunk crosses"
         stop = plan.next_eviction(computed)
@@ -521,7 +523,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert stop <= plan.prompt_len, f"{name}: a chunk crosses the end of the prompt"
         left = stop - computed - scheduled
-        policy = self.scheduler.kv_policy
+        policy = self.scheduler.pyramid.policy
         window = policy.min_last_chunk
         if policy.inner_policy is not None and stop < plan.prompt_len:
             window = policy.inner_policy.min_last_chunk
@@ -578,13 +580,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, record in records.items():
             assert record.num_blocks or not (record.resolved or record.confirmed or record.released)
             assert bool(record.resolved) == bool(record.confirmed), "a number without a plan"
-            assert record.terms.plan is self.plans[name] and record.terms.policy
+            assert record.terms.plan is self.plans[name] and record.terms.served
             assert (
                 record.resolved is not None
                 or not record.released
                 or not self.plans[name].skip_after(record.released).any()
             ), "given back without the worker's word"
-        stats = self.scheduler.policy_stats()
+        stats = self.scheduler.pyramid.reports.policy_stats()
         assert min(stats["tokens_held"]) >= 0 and min(stats["blocks_held"]) >= 0
         assert len(stats["blocks_held"]) == len(self.coordinator.layers)
         assert sum(stats["blocks_held"]) == self.coordinator.counters.held_blocks.sum()
@@ -614,8 +616,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert processed >= plan.exact_tokens
             if plan.inner:
                 self.check_peak(name, request)
-            if self.scheduler._admission is not None:
-                self.check_forecast(name, request, self.scheduler._admission)
+            if self.scheduler.pyramid.admission is not None:
+                self.check_forecast(name, request, self.scheduler.pyramid.admission)
 
     @property
     def drafts_in_flight(self) -> int:
@@ -697,7 +699,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert not scheduler.running and not scheduler.waiting
         assert not any(s._of_request or s._averaged for s in self.sampled)
-        assert scheduler._admission is None or not len(scheduler._admission.table)
+        assert scheduler.pyramid.admission is None or not len(scheduler.pyramid.admission.table)
         assert not self.worker.rows and not self.worker.tracker._requests
         assert self.worker.tracker._num_open == 0
         if self.folder is not None:

@@ -6,23 +6,22 @@ It reads, and decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 from vllm.logger import init_logger
-from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
-from vllm_pyramid.compat.side_channel import attach_policy_stats
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.counters import means_of_layers, sums_of_layers
-from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request_keys import EXACT, RESUME
+from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.page_data import page_data
 from vllm_pyramid.step.hooks import SchedulerHooks
@@ -38,42 +37,49 @@ _CHANGES = (
 MAX_REPORT_BYTES = 1 << 18
 
 
-class Reports(SchedulerPoints):
-    """The reports of `PyramidSchedulerMixin`."""
+class Reports:
+    """The reports of one scheduler.
 
-    coordinator: LockstepCoordinator
-    kv_policy: Policy
-    failed: FailedRequests
-    hooks: list[SchedulerHooks]
-    reports_cached: bool
-    _sent_stats: dict[str, Any] | None = None
+    Args:
+        engine: vLLM's scheduler.
+        hooks: what they report goes out with the rest. failed: so do these counters.
+    """
+
+    def __init__(
+        self,
+        engine: SchedulerPoints,
+        coordinator: LockstepCoordinator,
+        settings: ServedSettings,
+        hooks: Sequence[SchedulerHooks],
+        failed: FailedRequests,
+    ) -> None:
+        self._engine, self._coordinator, self._policy = engine, coordinator, settings.policy
+        self._shows_cached = settings.reports_cached
+        self._hooks, self._failed = hooks, failed
+        self._sent: dict[str, Any] | None = None
 
     @cached_property
     def _layers(self) -> dict[str, Any]:
         """Return which of the model's layers evict, unless all do."""
-        of_model = list(range(len(self.coordinator.layers)))
-        if self.coordinator.layers == of_model and self.coordinator.stock_groups.are_drafts:
+        of_model = list(range(len(self._coordinator.layers)))
+        if self._coordinator.layers == of_model and self._coordinator.stock_groups.are_drafts:
             return {}
-        return {"layers": self.coordinator.layers}
+        return {"layers": self._coordinator.layers}
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
         """Return what the statistics say of the server, which never changes."""
-        stages = self.coordinator.layer_blocks.stages
+        stages = self._coordinator.layer_blocks.stages
         return {
             **self._layers,
-            "policy": [self.kv_policy.name, str(self.kv_policy.budget)],
-            "pool_blocks": (self.kv_cache_config.num_blocks - 1) * len(stages),
+            "policy": [self._policy.name, str(self._policy.budget)],
+            "pool_blocks": (self._engine.kv_cache_config.num_blocks - 1) * len(stages),
         }
 
-    def log_capacity(self, block_size: int) -> None:
-        """Log how many prompts of the model's length the pool holds.
-
-        Args:
-            block_size: tokens of a block of the layers that evict.
-        """
-        length = self.max_model_len
-        coordinator, layer_blocks = self.coordinator, self.coordinator.layer_blocks
+    def log_capacity(self) -> None:
+        """Log how many prompts of the model's length the pool holds."""
+        length = self._engine.max_model_len
+        coordinator, layer_blocks = self._coordinator, self._coordinator.layer_blocks
         num_layers, stages = layer_blocks.num_layers, layer_blocks.stages
         stock_blocks = 0
         if coordinator.stock_groups:
@@ -81,31 +87,31 @@ class Reports(SchedulerPoints):
             logger.info(
                 "kv-policy %s: layers %s evict; %s with a cache (%d) hold what vLLM holds for "
                 "them, %d blocks of a prompt of %d tokens",
-                self.kv_policy.name,
+                self._policy.name,
                 ", ".join(map(str, coordinator.layers)),
                 "a draft model's" if coordinator.stock_groups.are_drafts else "the others",
                 len(coordinator.stock_groups),
                 stock_blocks,
                 length,
             )
-        plan = self.kv_policy.plan(length, num_layers, layer_blocks.largest)
+        plan = self._policy.plan(length, num_layers, layer_blocks.largest)
         if not plan.exact:
             logger.info(
                 "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
                 "%d of %d tokens a layer",
-                self.kv_policy.name,
+                self._policy.name,
                 plan.budget_tokens,
                 length,
             )
             return
         plan = plan.estimate()  # another shape rounds to blocks a little differently
-        total = self.kv_cache_config.num_blocks - 1
+        total = self._engine.kv_cache_config.num_blocks - 1
         full, kept = layer_blocks.full(length), layer_blocks.kept(plan.end)
         whole = np.full_like(kept, full // num_layers)
         logger.info(
             "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d %s; the pool of "
             "%d blocks%s holds %.1f such prompts whole and %.1f %s",
-            self.kv_policy.name,
+            self._policy.name,
             length,
             kept.sum(),
             full,
@@ -118,24 +124,21 @@ class Reports(SchedulerPoints):
             "evicted" if plan.evicts else "with this policy",
         )
         if plan.inner:
-            peak = peak_blocks_up_to(self.kv_policy, length, num_layers, block_size, stages.sizes)
+            peak = peak_blocks_up_to(
+                self._policy, length, num_layers, layer_blocks.full_block_size, stages.sizes
+            )
             logger.info(
                 "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
                 "up to %d tokens never holds more than %d blocks%s",
-                self.kv_policy.name,
-                self.kv_policy.chunk.tokens,
+                self._policy.name,
+                self._policy.chunk.tokens,
                 plan.exact_tokens,
                 length,
                 stages.sums(peak).max(),
                 " of a stage" if len(stages) > 1 else "",
             )
 
-    def fail(self, request_id: str, kind: str, reason: str) -> None:
-        """Count a request that has failed, and end it with an error."""
-        self.failed.add(request_id, kind, reason)
-        self.end_with_error(request_id, f"KV policy: {reason}", code="kv_policy")
-
-    def report_of(self, request: Request) -> dict[str, Any]:
+    def of_request(self, request: Request) -> dict[str, Any]:
         """Return what the request kept; if that cannot be sent, the reason.
 
         The engine core's process ends when it cannot serialise a response.
@@ -146,7 +149,7 @@ class Reports(SchedulerPoints):
             if size > MAX_REPORT_BYTES:
                 raise ValueError(f"it has {size} bytes, more than {MAX_REPORT_BYTES}")
         except Exception as error:
-            return self.failed.drop_report(request.request_id, error)
+            return self._failed.drop_report(request.request_id, error)
         return report
 
     def _report_of(self, request: Request) -> dict[str, Any]:
@@ -156,9 +159,9 @@ class Reports(SchedulerPoints):
         it (`ServedSettings.reports_cached`), and to a request with a `cache_salt`, which finds only
         what came with the same salt.
         """
-        shows_cached = self.reports_cached or bool(request.cache_salt)
-        plans, sessions = self.coordinator.plans, self.coordinator.sessions
-        layer_blocks = self.coordinator.layer_blocks
+        shows_cached = self._shows_cached or bool(request.cache_salt)
+        plans, sessions = self._coordinator.plans, self._coordinator.sessions
+        layer_blocks = self._coordinator.layer_blocks
         served, plan = plans.records[request.request_id].terms.served, plans.of(request.request_id)
         assert served is not None, "the planner's terms have it"
         whole = -(-plan.prompt_len // layer_blocks.block_sizes)
@@ -167,13 +170,13 @@ class Reports(SchedulerPoints):
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
             **self._layers,
-            **({"kv_heads": self.coordinator.lanes} if self.coordinator.lanes > 1 else {}),
+            **({"kv_heads": self._coordinator.lanes} if self._coordinator.lanes > 1 else {}),
             "kept_tokens": [plan.prompt_len] * layer_blocks.num_layers,
             "evicted_tokens": 0,
             "blocks_before": layer_blocks.full(plan.prompt_len),
             "blocks_after": int(whole.sum()),
         }
-        if self.kv_policy.inner_policy is not None or served.turns is not None:
+        if self._policy.inner_policy is not None or served.turns is not None:
             report["inner_evictions"] = len(plan.inner)
         if served.turns is not None:
             report["kv_turns"] = [*served.turns, plan.prompt_len]
@@ -204,31 +207,30 @@ class Reports(SchedulerPoints):
             report["kv_min_tokens"] = served.share_floor
         if served.keep:
             report["kv_keep"] = flat(served.keep)
-        for hooks in self.hooks:
+        for hooks in self._hooks:
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:
                 own = {key: own[key] for key in own.keys() - hooks.tells_of_others}
             report |= own
         return report
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """Add the per-layer counters to vLLM's statistics, if they have changed.
+    def changes(self) -> dict[str, Any] | None:
+        """Return the counters to send, if they have changed; None if not.
 
         Each message reaches one of possibly several front ends, so it also has the counters of the
         message before.
         """
-        stats = super().make_stats(*args, **kwargs)
-        if stats is None:
+        now, before = self.policy_stats(), self._sent
+        if before is not None and all(now.get(name) == before.get(name) for name in _CHANGES):
             return None
-        now, before = self.policy_stats(), self._sent_stats
-        if before is None or any(now.get(name) != before.get(name) for name in _CHANGES):
-            attach_policy_stats(stats, {"now": now, "before": before})
-            self._sent_stats = now
-        return stats
+        self._sent = now
+        return {"now": now, "before": before}
 
     def page_data(self) -> dict[str, Any]:
-        """Return what the live page shows; asked for by a front end, never sent by itself."""
-        return page_data(self.coordinator, self.running, len(self.waiting), self.policy_stats())
+        """Return what the live page shows."""
+        return page_data(
+            self._coordinator, self._engine.running, len(self._engine.waiting), self.policy_stats()
+        )
 
     def policy_stats(self) -> dict[str, Any]:
         """Return counters since the start and what is held now, per layer.
@@ -238,16 +240,16 @@ class Reports(SchedulerPoints):
 
         `frontend/metrics.py` has their names.
         """
-        computed = sum(request.num_computed_tokens for request in self.running)
-        counters, stock_groups = self.coordinator.counters, self.coordinator.stock_groups
-        lanes = self.coordinator.lanes
+        computed = sum(request.num_computed_tokens for request in self._engine.running)
+        counters, stock_groups = self._coordinator.counters, self._coordinator.stock_groups
+        lanes = self._coordinator.lanes
         totals: dict[str, Any] = {}
-        for hooks in self.hooks:
-            with self.failed.dropping(f"the counters of {hooks.name!r}"):
+        for hooks in self._hooks:
+            with self._failed.dropping(f"the counters of {hooks.name!r}"):
                 totals |= hooks.totals()
         return {
             **totals,
-            **self.failed.totals(),
+            **self._failed.totals(),
             **self._constants,
             "evictions": counters.num_evictions,
             "tokens_evicted": means_of_layers(counters.tokens_evicted, lanes),

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens of a request a step computes: a chunk never crosses an eviction."""
+
+from __future__ import annotations
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_pyramid.compat.scheduler_points import SchedulerPoints
+from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.plan import Plan
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.scheduler.admission import Admission
+
+
+class Chunks:
+    """Sizes of chunks.
+
+    A chunk ends at the next eviction, inside the prompt, at its end or later. So a preempted
+    request that comes back with generated tokens evicts where it did the first time. The last chunk
+    of a prompt is never shorter than the observation window.
+
+    Args:
+        engine: vLLM's scheduler. admission: decides which prompts start; None: vLLM's own rule.
+    """
+
+    def __init__(
+        self,
+        engine: SchedulerPoints,
+        coordinator: LockstepCoordinator,
+        settings: ServedSettings,
+        admission: Admission | None,
+    ) -> None:
+        self._engine, self._coordinator, self._admission = engine, coordinator, admission
+        policy = settings.policy
+        self._splits_at_prompt_end = policy.splits_at_prompt_end
+        self._min_last, self._min_inner = settings.min_last_chunk, settings.min_inner_chunk
+        # Otherwise the pool has room for whole sequences, so no request waits for its own head.
+        self._pool_may_be_smaller = policy.inner_policy is not None or policy.schedule.every > 0
+        self._evicting: list[Request] = []
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._evicting = []
+
+    def evicting(self, scheduled: dict[str, int]) -> list[Request]:
+        """Return the requests that come to their first eviction in the step just scheduled."""
+        return [request for request in self._evicting if request.request_id in scheduled]
+
+    def least_before(self, plan: Plan, point: int) -> int:
+        """Return the fewest tokens of a chunk that ends at an eviction of the prompt."""
+        return self._min_inner if point < plan.prompt_len else self._min_last
+
+    def next(self, request: Request, computed: int, tokens: int) -> int:
+        """Limit vLLM's chunk so that it ends at the next eviction.
+
+        |<- computed ->|<- chunk ->|<- at least the window ->|<- generated before preemption
+        0                                              prompt_len   prompt_len + every   ...
+
+        Each piece of a plan is computed in one step: the request waits until a step has room for
+        it. vLLM also asks for a request that does not run yet. If that one is not to start now, it
+        must stay first in the queue, and vLLM must release what it has pinned for it. vLLM does
+        both where blocks are missing, so the coordinator reports that they are. (Returning 0 tokens
+        would do in vLLM 0.32; in 0.33 the requests behind would overtake it.)
+        """
+        if not tokens:
+            return 0  # vLLM has no room for its images
+        waits = request.status != RequestStatus.RUNNING
+        if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
+            return self._engine.stock_chunk(request, computed, tokens)  # nearly every one
+        coordinator = self._coordinator
+        plan = coordinator.plans.of(request.request_id)
+        if (
+            not waits
+            or self._admission is None
+            or self._admission.admits(request, plan, computed, self._engine.running)
+        ):
+            chunk = self._chunk(request, plan, computed, tokens)
+            terms = coordinator.plans.records[request.request_id].terms
+            chunk = terms.units.chunk(computed, chunk)
+            if (
+                self._pool_may_be_smaller
+                and not waits
+                and coordinator.waits_for_blocks(request, computed + chunk)
+            ):
+                return 0
+            if chunk or not waits:
+                return chunk
+        coordinator.blocked_request = request.request_id
+        return tokens
+
+    def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
+        """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""
+        tokens = self._engine.stock_chunk(request, computed, tokens)
+        if computed >= plan.prompt_len and not plan.every:
+            return tokens  # all has been evicted
+        if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:
+            return tokens  # its last token, to which vLLM has added places for drafts
+        stop = plan.next_eviction(computed) if plan.evicts else None
+        if stop is None:
+            left = plan.prompt_len - computed
+            return min(tokens, left) if self._splits_at_prompt_end and left > 0 else tokens
+        if piece := plan.piece_at(computed):
+            return piece.tokens if tokens >= piece.tokens else 0
+        tokens = min(tokens, stop - computed)
+        left = stop - computed - tokens
+        if left == 0 and stop == plan.exact_tokens:
+            self._evicting.append(request)
+        least = self.least_before(plan, stop)
+        if computed < plan.prompt_len and 0 < left < least:
+            tokens -= least - left
+        return max(tokens, 0)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eviction adds to vLLM's scheduler; vLLM's classes call it through their adapter."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_pyramid.compat.scheduler_points import SchedulerPoints
+from vllm_pyramid.compat.side_channel import StepReport, attach_block_copies, attach_messages
+from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.policy.fit import Pool
+from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.scheduler.admission import Admission
+from vllm_pyramid.scheduler.chunks import Chunks
+from vllm_pyramid.scheduler.failed_requests import FailedRequests
+from vllm_pyramid.scheduler.host_tier import add_host_tier
+from vllm_pyramid.scheduler.reports import Reports
+from vllm_pyramid.scheduler.request_planner import RequestPlanner
+from vllm_pyramid.step.failures import METHOD, Failure
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class PolicyScheduler:
+    """The policy's part of one scheduler. Its methods are called in this order:
+
+        a request comes     add
+        each step           begin_step, cached_tokens and chunks.next for requests, end_step
+        its output          take_report, before vLLM gives blocks back
+        a request ends      reports.of_request, ends, freed
+
+    - A request is planned when it arrives. If the lengths depend on its scores, the plan is
+      deferred until the worker has solved them.
+    - The coordinator gives head blocks back once the worker has confirmed the compaction.
+    - A prompt starts only if it will not be preempted before its prefill was worth it.
+
+    Args:
+        engine: vLLM's scheduler. finds_prefixes: whether prefix caching is on.
+
+    Attributes:
+        coordinator: the blocks. policy: the served policy.
+        hooks: of the policy's methods, and of what the engine adds.
+        planner: checks and plans requests. admission: decides which prompts start, or None.
+        chunks: sizes of chunks. failed: what went wrong. reports: what is reported.
+    """
+
+    def __init__(
+        self,
+        engine: SchedulerPoints,
+        coordinator: LockstepCoordinator,
+        settings: ServedSettings,
+        *,
+        finds_prefixes: bool,
+    ) -> None:
+        config, layer_blocks = engine.vllm_config, coordinator.layer_blocks
+        self._engine, self.coordinator = engine, coordinator
+        self.policy = settings.policy
+        self.failed = FailedRequests()
+        self.hooks = [
+            *self.policy.scheduler_hooks(layer_blocks.num_layers),
+            *add_host_tier(coordinator, config, settings, finds_prefixes=finds_prefixes),
+        ]
+        pool = Pool(
+            layer_blocks.num_layers,
+            layer_blocks.full_block_size,
+            engine.kv_cache_config.num_blocks - 1,
+            engine.max_model_len,
+            int(
+                coordinator.stock_groups.blocks_of(
+                    engine.max_model_len, config.max_in_flight_tokens
+                )
+            ),
+            layer_blocks.stages.sizes,
+        )
+        self.planner = RequestPlanner(
+            settings,
+            config.model_config,
+            layer_blocks,
+            pool,
+            self.hooks,
+            shares_prefixes=finds_prefixes,
+        )
+        self.admission = None
+        if settings.forecasts:
+            step_tokens = engine.max_num_scheduled_tokens
+            self.admission = Admission(
+                coordinator,
+                max_model_len=engine.max_model_len,
+                step_tokens=step_tokens,
+                longest_chunk=engine.scheduler_config.long_prefill_token_threshold or step_tokens,
+                lag=config.max_concurrent_batches - 1,
+                ahead=engine.num_spec_tokens + engine.num_lookahead_tokens,
+            )
+        self.chunks = Chunks(engine, coordinator, settings, self.admission)
+        self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed)
+        self.reports.log_capacity()
+
+    def add(self, request: Request) -> None:
+        """Plan what a request keeps. A wrong one ends with an error after its first step."""
+        terms, error = self.planner.terms(request)
+        if isinstance(error, Failure):
+            self.fail(request.request_id, error.kind, error.reason)
+        elif error is not None:
+            logger.error("request %s: %s", request.request_id, error)
+            self._engine.end_with_error(request.request_id, error)
+        self.coordinator.plans.add(request.request_id, terms)
+
+    def fail(self, request_id: str, kind: str, reason: str) -> None:
+        """Count a request that has failed, and end it with an error."""
+        self.failed.add(request_id, kind, reason)
+        self._engine.end_with_error(request_id, f"KV policy: {reason}", code="kv_policy")
+
+    # A step ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Prepare for the requests of a step."""
+        self.chunks.begin_step()
+        self.coordinator.stores.mark_scheduled()  # published between two steps: computed by now
+
+    def cached_tokens(self, request: Request, most: int) -> int:
+        """Find what others have computed of a request without blocks, at most `most` tokens.
+
+        The queries that score a prompt are computed in any case.
+        """
+        plans = self.coordinator.plans
+        least = partial(self.chunks.least_before, plans.of(request.request_id))
+        record = plans.records[request.request_id]
+        return self.coordinator.stores.find(request, record, most, least)
+
+    def end_step(self, output: SchedulerOutput) -> None:
+        """Tell the workers what to do before the step that has just been scheduled."""
+        coordinator = self.coordinator
+        coordinator.stores.mark_scheduled()
+        attach_block_copies(output, coordinator.block_copies.take())
+        # Last, when all requests have got the blocks that this step needs.
+        evicting = self.chunks.evicting(output.num_scheduled_tokens)
+        attach_messages(output, coordinator.stores.take_messages(evicting))
+
+    def take_report(self, report: StepReport) -> None:
+        """Record the worker's evictions before blocks are given back; end what has failed there."""
+        self.failed.dropped_traces += report.dropped_traces
+        for hooks in self.hooks:
+            if hooks.name in report.methods:
+                with self.failed.dropping(f"the report of {hooks.name!r} on a step"):
+                    is_alive = self._engine.requests.__contains__
+                    hooks.on_step_report(report.methods[hooks.name], is_alive)
+        for request_id, (kind, reason) in report.failures.items():
+            if self._is_current(request_id):
+                self.fail(request_id, kind, reason)
+        plans = self.coordinator.plans
+        for request_id, eviction in report.evictions.items():
+            if request_id in report.failures or not self._is_current(request_id):
+                continue
+            plans.confirm(request_id, eviction)
+            resolved = plans.confirmed(request_id)
+            if resolved is None:
+                continue
+            try:
+                for hooks in self.hooks:
+                    hooks.on_eviction(request_id, plans.of(request_id), resolved)
+            except Exception as error:
+                self.fail(request_id, METHOD, f"`on_eviction`: {error!r}")
+            if self.admission is not None:
+                number = plans.confirmed_number(request_id)
+                self.admission.evicted(request_id, resolved, number)
+
+    def _is_current(self, request_id: str) -> bool:
+        """Return whether a step's report counts: not if the request has finished, nor if it was
+        preempted while the step ran, since it then evicts again.
+        """
+        request = self._engine.requests.get(request_id)
+        return request is not None and request.num_stale_output_tokens == 0
+
+    # Ends -----------------------------------------------------------------------------------------
+
+    def ends(self, request: Request) -> None:
+        """Save what a request leaves; one that has failed may hold something else than planned."""
+        if request.status != RequestStatus.FINISHED_ERROR:
+            self.coordinator.save(request)
+
+    def freed(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self.coordinator.plans.forget(request.request_id)
+        if self.admission is not None:
+            self.admission.ended(request)
+
+    def verified(self, accepted: int) -> None:
+        """Learn how many drafts of a request were accepted in a step."""
+        if self.admission is not None:
+            self.admission.pace.add(1 + accepted)
+
+    def close(self) -> None:
+        """End the hooks."""
+        for hooks in self.hooks:
+            hooks.close()
