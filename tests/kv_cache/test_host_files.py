@@ -22,7 +22,7 @@ from tests.kv_cache.full_disk import FullDisk
 from tests.kv_cache.test_host_cache import blocks
 from tests.worker.test_host_pool import BLOCKS, LAYERS, SLOTS, caches, specs
 from vllm_pyramid.compat.side_channel import HostFill
-from vllm_pyramid.kv_cache import bundle_file, host_files, old_files
+from vllm_pyramid.kv_cache import bundle_file, host_cache, host_files, old_files
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.host_files import HostFiles
@@ -581,4 +581,40 @@ def test_what_is_remembered_of_files_is_bounded(
     left = [index for index, name in enumerate(names) if name in server.files]
     assert left == list(range(24 - len(left), 24)) and len(left) < 16, "the oldest went"
     assert server.files.used_bytes == sum(path.stat().st_size for path in paths(tmp_path))
+    server.killed()
+
+
+def test_a_step_reads_so_much_and_the_next_ones_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [BlockHash(bytes([i]) * 32) for i in range(5)]
+    server = Server(tmp_path)
+    server.pool.writer = file_writer.FileWriter(2**20)
+    for name in names:
+        server.save(name, 0)
+    server.step()
+    server.written()
+    monkeypatch.setattr(host_cache, "MOST_READ", LAYERS * server.page + 1)  # two bundles of three
+    wanted, found, read = names[:3], [], [0]
+    while True:
+        found.append(server.host.longest_prefix(wanted))
+        waits = server.host.must_wait()
+        assert server.host.longest_prefix(names[3:]) == 0 or not waits, "others read nothing now"
+        copies = server.step()
+        read.append(sum(isinstance(copy, HostFill) for copy in copies.stored))
+        if not waits:
+            break
+    assert found == [2, 3] and max(read) == 2
+    assert server.host.longest_prefix(wanted) == 3 and not server.host.must_wait()
+    server.step()
+    # What is always pushed out again is not waited for without end.
+    waits = 0
+    monkeypatch.setattr(host_cache, "MOST_READ", 1)
+    while server.host.longest_prefix(names[:2]) < 3 and server.host.must_wait():
+        waits += 1
+        server.step()
+        server.host._table.clear()
+        server.host._entries.clear()
+        server.host._names.clear()
+    assert waits <= SLOTS
     server.killed()
