@@ -464,7 +464,7 @@ def test_what_waits_for_a_slow_disk_is_limited(
     """The beginning of a prompt is written, the rest is not."""
     names = [BlockHash(bytes([i]) * 32) for i in range(4)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(2 * LAYERS * server.page)
+    server.pool.writer = file_writer.FileWriter(HostMemory(2 * LAYERS * server.page))
     for name in reversed(names):  # the deepest become idle first
         server.save(name, 0)
     server.step()
@@ -496,7 +496,7 @@ def test_the_prefix_found_so_far_is_not_pushed_out_by_what_is_read(tmp_path: Pat
     """There are four slots: of five bundles in files the first four are found."""
     names = [BlockHash(bytes([i]) * 32) for i in range(5)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(5 * LAYERS * server.page)
+    server.pool.writer = file_writer.FileWriter(HostMemory(5 * LAYERS * server.page))
     for index, name in enumerate(names):
         server.save(name, index)
     server.step()
@@ -519,7 +519,7 @@ def test_files_are_counted_in_steps_and_looked_up_before(
     """A start does not wait for a folder of many files, and what it has is found at once."""
     names = [BlockHash(bytes([i]) * 32) for i in range(20)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(2**20)
+    server.pool.writer = file_writer.FileWriter(HostMemory(2**20))
     for name in names:
         server.save(name, 0)
     server.step()
@@ -558,7 +558,7 @@ def test_what_is_remembered_of_files_is_bounded(
     monkeypatch.setattr(old_files, "MOST_REMEMBERED", 4)
     names = [BlockHash(bytes([i]) * 32) for i in range(24)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(2**20)
+    server.pool.writer = file_writer.FileWriter(HostMemory(2**20))
     for index, name in enumerate(names):
         server.save(name, 0)
         server.step()
@@ -589,7 +589,7 @@ def test_a_step_reads_so_much_and_the_next_ones_read_on(
 ) -> None:
     names = [BlockHash(bytes([i]) * 32) for i in range(5)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(2**20)
+    server.pool.writer = file_writer.FileWriter(HostMemory(2**20))
     for name in names:
         server.save(name, 0)
     server.step()
