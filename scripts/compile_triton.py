@@ -292,7 +292,7 @@ def summarise_and_select(
             triton_ops.summarise_pages(*inputs, kind=kind, max_pages=128)
             triton_ops.score_pages(rows, softmax, pool, kind=kind)
     for combine in COMBINES:
-        triton_ops.score_pages(rows, softmax, key_cache, kind="exact", combine=combine)
+        triton_ops.score_pages(rows, softmax, key_cache, kind="rows", combine=combine)
     found = triton_ops.select_pages(rows, scores, ints(count, count), max_selected=count)
     batch = AttentionBatch(
         *(query[:2], key_cache, key_cache, found.block_table, ints(0, 1, 2), lens, skips),

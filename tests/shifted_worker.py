@@ -113,7 +113,6 @@ def kernels(device: Any) -> Ops:
         ("recent_mass", of_recent),
         ("topn_attention", of_topn),
         ("window_scores", of_window),
-        ("window_scores_and_statistics", of_window),
         ("select", of_select),
         ("summarise_pages", of_summaries),
         ("score_pages", of_pages),
@@ -256,13 +255,9 @@ class Worker:
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
-        output = None
-        if policy.scorer.needs_output:
-            output = device.put(torch.randn(HEADS, SIZE, SIZE, generator=self.random))
         self.contexts = [
             LayerContext(
                 *(self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred),
-                output=output,
                 lanes=lanes,
             )
             for layer in range(self.layers)
@@ -345,7 +340,6 @@ class Worker:
             skips=metadata.kv_no_skips,
             scale=SIZE**-0.5,
             rotary=context.rotary,
-            output=context.output,
             offsets=self.shifted.skips[layer, : metadata.num_reqs],
         )
         maxima = {"max_query_len": most_queries, "max_seq_len": metadata.max_seq_len}
@@ -422,7 +416,6 @@ class Worker:
                 skips=self.shifted.no_skips[:rows],
                 scale=SIZE**-0.5,
                 rotary=context.rotary,
-                output=context.output,
                 offsets=self.shifted.skips[layer, :rows],
             )
             maxima = most_queries, int(self.shifted.max_lens[layer])
@@ -500,8 +493,6 @@ def policies() -> list[Policy]:
                 args["scorer.queries"] = 4
             if policy.window:
                 args["window"] = 16
-            if policy.scorer.kind == "future_attention":
-                args["scorer.queries"] = 16
             found.append(load_policy(name, "40", args=args))
     inside = {"window": 8, "chunk": {"tokens": 48, "keep": 24, "scorer": "keydiff"}}
     goal = load_policy("xkv", args={"window": 8, "retention": 0.5})
@@ -510,6 +501,6 @@ def policies() -> list[Policy]:
         load_policy("kcache", args={"values": host}),
         load_policy("kcache", args={"values": {**host, "device_layers": 0, "renormalize": False}}),
         load_policy("pyramidkv", "40", args={"window": 16, "values": {**host, "device_layers": 2}}),
-        load_policy("value-aware", "40", args={"window": 16, "values": host}),
+        load_policy("snapkv-expected", "40", args={"window": 16, "values": host}),
     ]
     return [*found, load_policy("pyramidkv", "24", args=inside), goal, *away]

@@ -14,7 +14,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 13
+#define PYR_ABI_VERSION 14
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 // Defines a struct, and the text of its definition (without comments) as <name>_fields.
 #define PYR_RECORD(name, ...)  \
@@ -78,7 +78,6 @@ enum PyrPooling : int64_t { PYR_POOL_AVG = 0, PYR_POOL_MAX = 1, PYR_POOL_NONE = 
 
 PYR_RECORD(PyrScores,
   float* out;                // [R, G, out_len], contiguous
-  float* statistics;         // [3, R, G], contiguous: mass, entropy, Gini coefficient; or null
   const float* log_sum_exp;  // [T, H], contiguous, of the last `window` queries of each; or null
   const void* query;
   const void* key;
@@ -146,11 +145,11 @@ PYR_RECORD(PyrCacheWrite,
   double key_scale, value_scale;
 );
 
-enum PyrSummaryKind : int64_t { PYR_MEAN_KEY = 0, PYR_BOX = 1, PYR_SPREAD = 2 };
+enum PyrSummaryKind : int64_t { PYR_BOX = 0, PYR_SPREAD = 1 };
 
 // Summaries of the pages that hold the positions starts[r] .. seq_lens[r] - 1.
 PYR_RECORD(PyrSummaries,
-  void* summaries;  // [P, G, rows * D], unit stride in the last; rows: 1 of a mean, otherwise 2
+  void* summaries;  // [P, G, 2 * D], unit stride in the last
   const void* key;
   const int32_t* table;
   const int32_t* starts;
@@ -161,9 +160,8 @@ PYR_RECORD(PyrSummaries,
   int64_t key_p, key_g, key_n, summary_p, summary_g, table_r, threads;
 );
 
-// The first three are PyrSummaryKind. The others take the largest product with the n rows of a page:
-// the keys, of which those below the skip do not count, or whatever the pool holds.
-enum PyrScoreKind : int64_t { PYR_SCORE_EXACT = 3, PYR_SCORE_ROWS = 4 };
+// The first two are PyrSummaryKind. The other takes the largest product with the n rows of a page.
+enum PyrScoreKind : int64_t { PYR_SCORE_ROWS = 2 };
 enum PyrCombine : int64_t { PYR_COMBINE_MEAN = 0, PYR_COMBINE_MAX = 1 };
 
 PYR_RECORD(PyrPageScores,

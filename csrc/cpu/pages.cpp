@@ -96,13 +96,12 @@ struct Layout {
   size_t all() const { return size_t(kernel + query + logits + out); }
 };
 
-// Takes the largest of each page's logits, of which the first page misses `hidden`.
-void largest_of_pages(float* logits, int64_t pages, int64_t n, int64_t hidden) {
+// Takes the largest of each page's n logits.
+void largest_of_pages(float* logits, int64_t pages, int64_t n) {
   for (int64_t page = 0; page < pages; ++page) {
-    const float* of = logits + (page ? page * n - hidden : 0);
-    const int64_t count = page ? n : n - hidden;
+    const float* of = logits + page * n;
     float most = of[0];
-    for (int64_t i = 1; i < count; ++i)
+    for (int64_t i = 1; i < n; ++i)
       if (of[i] > most || std::isnan(of[i])) most = of[i];
     logits[page] = most;
   }
@@ -115,8 +114,7 @@ void score_row(const PyrPageScores& p, const Kernels& kernels, const Layout& lay
   float* out = p.out + (s * p.G + g) * p.out_len;
   std::fill(out + candidates, out + p.out_len, -INFINITY);
   if (!candidates) return;
-  const int64_t hidden = p.kind == PYR_SCORE_EXACT ? row.hidden : 0;
-  const bool two = p.kind == PYR_BOX || p.kind == PYR_SPREAD, spread = p.kind == PYR_SPREAD;
+  const bool two = p.kind != PYR_SCORE_ROWS, spread = p.kind == PYR_SPREAD;
   const int64_t query_bytes = item_size(p.query_dtype);
   char* extended = memory + layout.kernel;
   auto* logits = reinterpret_cast<float*>(extended + layout.query);
@@ -126,7 +124,7 @@ void score_row(const PyrPageScores& p, const Kernels& kernels, const Layout& lay
   // candidates.
   const int32_t query_start[2] = {0, 1};
   const int32_t seq_len = int32_t((row.first + candidates) * p.n);
-  const int32_t skip = int32_t(row.first * p.n + hidden);
+  const int32_t skip = int32_t(row.first * p.n);
   PyrAttention one{};
   one.key = one.value = static_cast<const char*>(p.pool) + g * p.pool_g * item_size(p.pool_dtype);
   one.table = row.table;
@@ -162,7 +160,7 @@ void score_row(const PyrPageScores& p, const Kernels& kernels, const Layout& lay
     const AttentionItem item{0, 0, 0, int32_t(heads), 0, seq_len - skip, -1, -1};
     kernels.topn_logits(one, item, logits, layout.stride, memory);
     for (int64_t i = 0; p.n > 1 && i < heads; ++i)
-      largest_of_pages(logits + i * layout.stride, candidates, p.n, hidden);
+      largest_of_pages(logits + i * layout.stride, candidates, p.n);
     kernels.page_weights(p, head, heads, logits, layout.stride, candidates, weights);
   }
   std::copy(weights, weights + candidates, out);
@@ -181,7 +179,7 @@ int run(const PyrPageScores& p) {
   }
   const Kernels& kernels = kernels_for(p.query_dtype, p.pool_dtype);
   PyrAttention shape{};
-  shape.D = p.kind == PYR_BOX || p.kind == PYR_SPREAD ? 2 * p.D : p.D;
+  shape.D = p.kind == PYR_SCORE_ROWS ? p.D : 2 * p.D;
   Layout layout;
   layout.kernel = aligned(int64_t(kernels.topn_scratch(shape)));
   layout.query = aligned(kTopnRows * shape.D * item_size(p.query_dtype));

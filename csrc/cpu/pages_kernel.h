@@ -37,7 +37,6 @@ void summarise(const PyrSummaries& p, int64_t block, int64_t kv_head, int64_t fr
     for (int64_t i = from; i < to; ++i) sum = v_add(sum, v_load_row(keys + i * p.key_n + d, D - d));
     const V mean = v_div(sum, count);
     v_store(first + d, mean);
-    if (p.kind != PYR_SPREAD) continue;
     V squares = v_zero();
     for (int64_t i = from; i < to; ++i) {
       const V x = v_sub(v_load_row(keys + i * p.key_n + d, D - d), mean);
@@ -46,7 +45,6 @@ void summarise(const PyrSummaries& p, int64_t block, int64_t kv_head, int64_t fr
     v_store(second + d, v_div(squares, count));
   }
   store_summary(p, block, kv_head, 0, first);
-  if (p.kind == PYR_MEAN_KEY) return;
   if (p.kind == PYR_SPREAD)
     for (int d = 0; d < D; ++d) second[d] = __builtin_sqrtf(second[d]);
   store_summary(p, block, kv_head, 1, second);

@@ -49,27 +49,6 @@ void pool(const PyrScores& p, const float* mass, int64_t n, float* out) {
   std::fill(out + n, out + p.out_len, -INFINITY);
 }
 
-// Mass, entropy and Gini coefficient of a mass over n tokens (kernels/recall.py defines them), NaN if
-// the mass is; sorts it.
-void statistics(const PyrScores& p, int64_t pair, float* mass, int64_t n) {
-  double total = 0, entropy = 0, ranked = 0;
-  for (int64_t i = 0; i < n; ++i) total += mass[i];
-  if (!(total < INFINITY)) {  // NaN has no place in an order: sorting it is undefined
-    for (int64_t i = 0; i < 3; ++i) p.statistics[i * p.R * p.G + pair] = NAN;
-    return;
-  }
-  std::sort(mass, mass + n);
-  for (int64_t i = 0; i < n && total > 0; ++i) {
-    const double share = mass[i] / total;
-    if (share > 0) entropy -= share * std::log(share);
-    ranked += double(2 * i + 1 - n) * share;  // 2 rank - n - 1
-  }
-  float* out = p.statistics + pair;
-  out[0] = float(total);
-  out[p.R * p.G] = float(entropy);
-  out[2 * p.R * p.G] = float(ranked / double(n));
-}
-
 // Joins the row statistics of the items of one (request, KV head) into those of its first item.
 void join_stats(float* first, int64_t items, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -159,7 +138,6 @@ int run(const PyrScores& p) {
   const auto pooling = [&](int64_t pair) {
     const int64_t n = p.prompt_lens[pair / p.G] - p.window;
     pool(p, mass + pair * longest, n, p.out + pair * p.out_len);
-    if (p.statistics) statistics(p, pair, mass + pair * longest, n);
   };
   for_each_item(p.threads, pairs, pooling);
   if (out_of_memory) return fail("no memory for %zu bytes of score scratch", scratch_bytes);

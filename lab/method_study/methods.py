@@ -31,7 +31,6 @@ from model import Kept, Model, Recorded, Way, way_of
 from selected import Selected
 from static_heads import PROBES, HeadProbes
 
-from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -79,7 +78,6 @@ class Prompt:
             scale=self.model.scale,
             rotary=self.model.rotary,
             knows_rotary=True,
-            output=self.model.outputs[layer] if policy.scorer.needs_output else None,
             asks_ranks=policy.scorer.asks_ranks,
         )
 
@@ -90,18 +88,6 @@ class Prompt:
             layers = range(self.model.layers)
             self._memory[key] = [policy.scorer.score(self.view(i, policy)) for i in layers]
         return self._memory[key]
-
-    def statistics(self, layer: int, policy: Policy) -> WindowStatistics | None:
-        """Return those of the window's attention, for allocators that need them."""
-        if not policy.allocator.needs_statistics:
-            return None
-        cache, window = self.recorded.layers[layer], policy.window
-        queries = cache.queries[-window:].unflatten(1, (self.model.kv_heads, -1))
-        logits = torch.einsum("wgqd,gtd->gqwt", queries, cache.keys) * self.model.scale
-        own = torch.arange(self.tokens - window, self.tokens)[:, None]
-        logits.masked_fill_(torch.arange(self.tokens) > own, -torch.inf)
-        mass = logits.softmax(dim=-1).mean(dim=1).sum(dim=1)[None, :, : self.tokens - window]
-        return window_statistics(mass, torch.tensor([self.tokens]), window=window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,8 +175,7 @@ class Method:
         plan = policy.plan(tokens, prompt.model.layers, BLOCK)
         if plan.is_deferred:
             context = torch.stack(scores)[:, None, :, : tokens - window]
-            statistics = [prompt.statistics(layer, policy) for layer in range(len(context))]
-            evidence = torch.stack(list(map(policy.allocator.evidence, context, statistics)))[:, 0]
+            evidence = torch.stack(list(map(policy.allocator.evidence, context)))[:, 0]
             measured = policy.allocator.measures(
                 evidence, plan.mean, plan.capacity, sinks, plan.min_mean
             )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from vllm_pyramid.step.output_factors import output_factors
 from vllm_pyramid.step.rotary import Rotary
 
 _NAME = "recorded"
@@ -197,16 +195,6 @@ class Model:
         kind = ("full_attention",) if hasattr(module, "layer_types") else ()
         halves = [x[0, :, : x.shape[-1] // 2] for x in module(torch.zeros(1), positions, *kind)]
         return Rotary(torch.cat(halves, dim=-1))
-
-    @cached_property
-    def outputs(self) -> list[torch.Tensor]:
-        """What measures a change of V in the output, `[H, K, D]` of each layer."""
-        linears = [self.model.model.layers[index].self_attn.o_proj for index in self._place]
-        shape = (self.heads, self.size)
-        return [
-            output_factors(linear.weight.detach().unflatten(1, shape).transpose(0, 1))
-            for linear in linears
-        ]
 
     @torch.no_grad()
     def run(

@@ -50,9 +50,9 @@ def layers(parity: ModuleType) -> dict[str, Any]:
     return {f"layer {i}": x for i, x in enumerate(parity.of_model(folder, ids)) if i % 3 == 0}
 
 
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", range(4))
 def test_the_same_tokens_as_kvpress(place: int, parity: Any, layers: dict[str, Any]) -> None:
-    assert len(parity.CASES) == 8
+    assert len(parity.CASES) == 4
     case = parity.CASES[place]
     noise = {f"{shape}": parity.made_up(shape, 3) for shape in parity.SHAPES[:2]}
     for name, layer in {**noise, **layers}.items():

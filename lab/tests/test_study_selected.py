@@ -162,6 +162,6 @@ def test_arguments_of_the_study_are_checked(modules: dict[str, ModuleType]) -> N
     with pytest.raises(ValueError, match="names no probe: one of echo, mean attention, random"):
         parse("one", "full", {"static": "ech"})
     assert parse("one", "full", {"static": "echo"}).evicts and not parse("one", "full", {}).evicts
-    made = [parse("a", "select", {}), parse("a", "select", {"attend.scorer": "mean"})]
+    made = [parse("a", "select", {}), parse("a", "select", {"attend.scorer": "box"})]
     made += [parse("a", "snapkv-expected", own) for own in ({}, {"ends": 0.1}, {"spans": True})]
     assert len({method.definition for method in made}) == 5

@@ -119,12 +119,9 @@ def test_each_head_attends_to_what_it_holds(counts: list[int], device: str) -> N
     expected = oracle(layer, query, counts, skips)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
     # What evictions see of a lane is the same request with one KV head.
-    factors = torch.randn(G * GROUP, 4, D)
-    whole = AttentionInputs(ops, 2, batch, Softmax(D**-0.5), output=factors)
+    whole = AttentionInputs(ops, 2, batch, Softmax(D**-0.5))
     for lane, inputs in enumerate(lanes.split(whole)):
         assert inputs.layer == 2 * G + lane
-        assert inputs.output is not None
-        assert torch.equal(inputs.output, factors[lane * GROUP : (lane + 1) * GROUP])
         alone = torch.empty(inputs.query.shape)
         ops.paged_attention(alone, inputs.batch, inputs.softmax)
         theirs = out[:, lane * GROUP : (lane + 1) * GROUP]

@@ -208,21 +208,3 @@ def tokens_for_share(scores: torch.Tensor, share: float) -> float:
             count += 1
         counts.append(count)
     return sum(counts) / len(counts)
-
-
-def entropy(scores: torch.Tensor) -> float:
-    """Mean over the heads of the entropy, in nats, of a head's attention over the context."""
-    total = 0.0
-    for head in scores:
-        for p in (head / head.sum()).tolist():
-            total -= p * math.log(p) if p > 0 else 0.0
-    return total / len(scores)
-
-
-def gini(scores: torch.Tensor) -> float:
-    """Mean over the heads of the Gini coefficient: half the mean difference over the mean."""
-    total = 0.0
-    for head in scores:
-        difference = (head[:, None] - head[None, :]).abs().mean()
-        total += float(difference / (2 * head.mean()))
-    return total / len(scores)

@@ -203,10 +203,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "scissorhands": {"kv_budget": 64},
     "pyramidinfer": {"kv_policy_args": {"piece_tokens": 100}},
     "kcache": {"kv_policy_args": {"top_n": 24}},
-    "knorm": {"kv_budget": "30%"},
-    "value-aware": {"kv_budget": "30%"},
+    "keydiff": {"kv_budget": "30%"},
+    "snapkv-expected": {"kv_budget": "30%"},
     "keydiff-chunked": {"kv_budget": 64},
-    "tova": {"kv_budget": 64},
     # Extremes of 8-bit numbers are such numbers: summaries of both caches hold the same.
     "quest": {"kv_policy_args": {"attend": {"budget": 96, "dense_layers": 1}}},
 }

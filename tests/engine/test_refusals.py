@@ -252,7 +252,7 @@ def test_pipeline_stages_share_prefixes_as_one_stage_does(
 
 
 def test_chunks_of_a_policy_without_scores_may_be_small(random_model: Path) -> None:
-    _config(random_model, {"kv_policy": "window"}, max_num_batched_tokens=8, max_num_seqs=4)
+    _config(random_model, {"kv_policy": "streaming-llm"}, max_num_batched_tokens=8, max_num_seqs=4)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": 24},
     "xkv": {"kv_policy": "xkv", "kv_budget": 24},
     "h2o": {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}},
-    "value-aware": {"kv_policy": "value-aware", "kv_budget": 40, "kv_policy_args": {"window": 16}},
+    "values": {"kv_policy": "snapkv-expected", "kv_budget": 40, "kv_policy_args": {"window": 16}},
     "inside": {
         **SNAPKV,
         "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
@@ -56,7 +56,7 @@ ENGINES = {
     "first": (
         "1",
         "fp8_per_token_head",
-        ("value-aware", "inside", "thinned", "hybrid", "readers", "drafts"),
+        ("values", "inside", "thinned", "hybrid", "readers", "drafts"),
     ),
     # Graphs are captured on two caches, one after the other.
     "graphs": ("2", "int8_per_token_head", ("pyramidkv",)),

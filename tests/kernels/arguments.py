@@ -61,8 +61,6 @@ def check_no_requests(module: Any, batch: Any) -> None:
         with pytest.raises(ValueError, match="at least one request"):
             module.window_scores(prompts, softmax, Reduction())
         with pytest.raises(ValueError, match="at least one request"):
-            module.window_scores_and_statistics(prompts, softmax, Reduction())
-        with pytest.raises(ValueError, match="at least one request"):
             module.recent_mass(recents, softmax, distance_weight=1.0)
         scores = torch.zeros(0, key.shape[1], 30)
         with pytest.raises(ValueError, match="at least one request"):

@@ -81,11 +81,11 @@ def test_scores(
     pages = made(dtype, group=group, head_size=head_size, seed=group)
     rows = replace(pages.rows(), key_scale=0.5)
     softmax = Softmax(head_size**-0.5)
-    pool = pages.batch.key_cache
     if kind == "rows":
         generator = torch.Generator().manual_seed(5)
-        pool = torch.randn((len(pool), 2, 3, head_size), generator=generator)
-    elif kind != "exact":
+        shape = len(pages.batch.key_cache), 2, 3, head_size
+        pool = torch.randn(shape, generator=generator).to(dtype)
+    else:
         held = torch.bfloat16 if group == 7 else torch.float32
         pool = summaries(reference, pages, kind, held)
     options: dict[str, Any] = {"kind": kind}
@@ -289,16 +289,16 @@ def test_only_the_chosen_pages_are_read(
 def test_values_that_do_not_fit_are_errors() -> None:
     pages = build_pages([100], [1])
     rows, batch = pages.rows(), pages.batch
-    pool = summaries(cpu, pages, "mean", torch.float32)
+    pool = summaries(cpu, pages, "box", torch.float32)
     with pytest.raises(ValueError, match="requests of row 0 is 1, but block_table has 1 rows"):
-        cpu.score_pages(replace(rows, requests=int32(1)), Softmax(0.1), pool, kind="mean")
+        cpu.score_pages(replace(rows, requests=int32(1)), Softmax(0.1), pool, kind="box")
     far = replace(rows, positions=int32(8 * 16), max_pages=9)
     with pytest.raises(ValueError, match="its row of block_table holds 128"):
-        cpu.score_pages(far, Softmax(0.1), pool, kind="mean")
+        cpu.score_pages(far, Softmax(0.1), pool, kind="box")
     with pytest.raises(ValueError, match="block_table names block"):
-        cpu.score_pages(rows, Softmax(0.1), pool[:0], kind="mean")
+        cpu.score_pages(rows, Softmax(0.1), pool[:0], kind="box")
     with pytest.raises(ValueError, match="row 0 has 6 candidates, more than the 3 columns"):
-        cpu.score_pages(replace(rows, max_pages=4), Softmax(0.1), pool, kind="mean")
+        cpu.score_pages(replace(rows, max_pages=4), Softmax(0.1), pool, kind="box")
     with pytest.raises(ValueError, match="scores has 5 columns"):
         cpu.select_pages(rows, torch.zeros(1, 2, 5), int32(3))
     wide = build_pages([100], [1], head_size=264)

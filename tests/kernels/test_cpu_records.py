@@ -204,12 +204,10 @@ def test_scores(make_batch: Any, packed: Any) -> None:
 
     prompts = WindowBatch(query, key, table, ends, made.seq_lens, 8, 120, key_scale=0.5)
     inputs = (prompts, softmax, Reduction("sum", "max", 7))
-    for function in (cpu.window_scores, cpu.window_scores_and_statistics):
-        record = packed(cpu_records.PyrScores, function, *inputs, log_sum_exp=lse)
-        check(record, 112)
-        assert record.out and bool(record.statistics) == (function is not cpu.window_scores)
-        assert record.prompt_lens == made.seq_lens.data_ptr()
-        assert (record.window, record.reduce, record.pooling, record.kernel_size) == (8, 2, 1, 7)
+    record = packed(cpu_records.PyrScores, cpu.window_scores, *inputs, log_sum_exp=lse)
+    check(record, 112)
+    assert record.out and record.prompt_lens == made.seq_lens.data_ptr()
+    assert (record.window, record.reduce, record.pooling, record.kernel_size) == (8, 2, 1, 7)
 
     skips, recents, contexts = (torch.full((3,), n, dtype=torch.int32) for n in (0, 5, 20))
     lens = made.seq_lens
@@ -233,7 +231,7 @@ def test_pages(packed: Any) -> None:
     assert (record.summaries, record.key) == (pool.data_ptr(), key.data_ptr())
     assert (record.table, record.starts) == (table.data_ptr(), starts.data_ptr())
     assert (record.seq_lens, record.skips) == (lens.data_ptr(), skips.data_ptr())
-    assert (record.kind, record.cache_dtype, record.summary_dtype) == (2, 1, 2)
+    assert (record.kind, record.cache_dtype, record.summary_dtype) == (1, 1, 2)
     assert tuple(key.shape) == (record.P, record.G, record.N, record.D)
     assert (record.R, record.M, record.table_r) == (*table.shape, table.stride(0))
     assert (record.key_p, record.key_g, record.key_n) == key.stride()[:3]
@@ -258,13 +256,13 @@ def test_pages(packed: Any) -> None:
     assert (record.out, record.query) == (out.data_ptr(), batch.query.data_ptr())
     assert (record.pool, record.sinks) == (pool.data_ptr(), sinks.data_ptr())
     assert record.sinks_dtype == 2
-    assert (record.kind, record.combine, record.query_dtype, record.pool_dtype) == (2, 1, 1, 2)
+    assert (record.kind, record.combine, record.query_dtype, record.pool_dtype) == (1, 1, 1, 2)
     assert (record.H, record.D, record.P, record.n, record.out_len) == (6, 64, len(pool), 1, 11)
     assert (record.query_t, record.query_h) == batch.query.stride()[:2]
     assert (record.pool_p, record.pool_g) == pool.stride()[:2]
     assert (record.scale, record.soft_cap) == (0.125, 3.0)
-    record = packed(cpu_records.PyrPageScores, *inputs[:3], key, kind="exact", out=out)
-    assert (record.kind, record.combine, record.pool_dtype, record.n) == (3, 0, 1, 16)
+    record = packed(cpu_records.PyrPageScores, *inputs[:3], key, kind="rows", out=out)
+    assert (record.kind, record.combine, record.pool_dtype, record.n) == (2, 0, 1, 16)
     assert (record.pool_p, record.pool_g, record.pool_n) == key.stride()[:3]
 
     scores, budgets = torch.zeros(8, 2, 13)[:, :, :12], torch.full_like(rows.positions, 4)

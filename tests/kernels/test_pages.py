@@ -43,13 +43,10 @@ def scored(module: Any, pages: Pages, kind: str, **options: Any) -> torch.Tensor
         soft_cap=options.pop("soft_cap", 0.0),
         sinks=options.pop("sinks", None),
     )
-    pool = pages.batch.key_cache
-    if kind not in ("exact", "rows"):
+    pool = options.pop("pool", None)
+    if pool is None:
         pool = pages.pool(kind, options.pop("pool_dtype", torch.float32))
         pages.summarise(module, pool, kind)
-    elif kind == "rows":
-        pool = pages.pool("mean")[:, :, None].expand(-1, -1, 3, -1).clone()
-        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(5)))
     return module.score_pages(pages.rows(), softmax, pool, kind=kind, **options)
 
 
@@ -68,7 +65,6 @@ def test_summaries_are_those_of_the_keys_in_the_cache(module: Any, kind: str) ->
             written.add(block)
             keys = keys_of(pages, row, page)
             parts = {
-                "mean": [keys.mean(0)],
                 "box": [keys.max(0).values, keys.min(0).values],
                 "spread": [keys.mean(0), (keys - keys.mean(0)).square().mean(0).sqrt()],
             }[kind]
@@ -81,12 +77,12 @@ def test_summaries_are_those_of_the_keys_in_the_cache(module: Any, kind: str) ->
 @EACH_MODULE
 def test_only_pages_with_new_keys_are_computed_again(module: Any) -> None:
     pages = build_pages([100, 50], [1, 1], skips=[20, 0])
-    pool = torch.full_like(pages.pool("mean"), 7.0)
+    pool = torch.full_like(pages.pool("box"), 7.0)
     batch = pages.batch
     lens, skips = batch.seq_lens, batch.skips
     table = batch.block_table
     module.summarise_pages(
-        pool, batch.key_cache, table, int32(70, 50), lens, skips, kind="mean", max_pages=7
+        pool, batch.key_cache, table, int32(70, 50), lens, skips, kind="box", max_pages=7
     )
     changed = {b for b in range(len(pool)) if not torch.equal(pool[b], torch.full_like(pool[b], 7))}
     assert changed == {int(table[0, page]) for page in (4, 5, 6)}
@@ -114,18 +110,20 @@ def test_scores_by_hand() -> None:
     """Compute a row of one head with plain arithmetic, for every kind of score."""
     pages = build_pages([84], [1], kv_heads=1, group=1, skips=[21])
     q = pages.batch.query[0, 0].double()
+    shape = len(pages.batch.key_cache), 1, 3, len(q)
+    apart = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     logits: dict[str, list[float]] = {kind: [] for kind in SCORE_KINDS}
     for page in range(1, 5):
         keys = keys_of(pages, 0, page)[:, 0]
         std = (keys - keys.mean(0)).square().mean(0).sqrt()
         box = torch.maximum(q * keys.amax(0), q * keys.amin(0)).sum()
-        logits["mean"].append(float(q @ keys.mean(0)))
         logits["box"].append(float(box))
         logits["spread"].append(float(q @ keys.mean(0) + q.abs() @ std))
-        logits["exact"].append(float((keys @ q).max()))
-    for kind in ("mean", "box", "spread", "exact"):
+        block = int(pages.batch.block_table[0, page])
+        logits["rows"].append(float((apart[block, 0].double() @ q).max()))
+    for kind in SCORE_KINDS:
         right = (torch.tensor(logits[kind], dtype=torch.float64) / 8).softmax(0)
-        out = scored(reference, pages, kind)
+        out = scored(reference, pages, kind, **({"pool": apart} if kind == "rows" else {}))
         assert out.shape == (1, 1, 4)
         torch.testing.assert_close(out[0, 0].double(), right, rtol=1e-5, atol=1e-7)
 
@@ -201,13 +199,13 @@ def test_no_rows(module: Any) -> None:
     rows = pages.rows(max_pages=7)
     none = torch.zeros(0, dtype=torch.int32)
     empty = replace(rows, query=rows.query[:0], requests=none, positions=none, skips=none)
-    scores = module.score_pages(empty, Softmax(0.1), pages.pool("mean"), kind="mean")
+    scores = module.score_pages(empty, Softmax(0.1), pages.pool("box"), kind="box")
     assert scores.shape[:2] == (0, 2)
     found = module.select_pages(empty, scores, none, max_selected=3)
     assert found.pages.shape == (0, 2, 3)
-    pool, batch = pages.pool("mean"), pages.batch
+    pool, batch = pages.pool("box"), pages.batch
     module.summarise_pages(
-        pool, batch.key_cache, batch.block_table[:0], none, none, none, kind="mean"
+        pool, batch.key_cache, batch.block_table[:0], none, none, none, kind="box"
     )
     assert pool.isnan().all()
 
@@ -224,17 +222,15 @@ def test_what_does_not_fit_is_an_error(module: Any) -> None:
         with pytest.raises(ValueError, match=message):
             module.score_pages(**given)
 
-    scores("kind 'boxes' must be one of mean, box", kind="boxes")
+    scores("kind 'boxes' must be one of box, spread, rows", kind="boxes")
     scores("combine 'sum'", combine="sum")
-    scores(r"a pool \[P, G, D\]", kind="mean")
+    scores(r"a pool \[P, G, 2 \* D\]", pool=pool[:, :, 1:])
     scores(r"a pool \[P, G, n, D\]", kind="rows")
     scores("sliding_window 5", softmax=Softmax(0.1, sliding_window=5))
     scores(
         "skips of row 0 is 100, outside 0 .. positions = 99", batch=replace(rows, skips=int32(100))
     )
-    with pytest.raises(ValueError, match="exact takes the key cache, with pages of 8"):
-        module.score_pages(replace(rows, block_size=8), softmax, cache[0], kind="exact")
-    found = module.score_pages(rows, softmax, pages.pool("mean").fill_(0.0), kind="mean")
+    found = module.score_pages(rows, softmax, pages.pool("box").fill_(0.0), kind="box")
     with pytest.raises(ValueError, match="budgets of row 0 is 0"):
         module.select_pages(rows, found, int32(0))
     with pytest.raises(ValueError, match="recent 0 at least 1"):
@@ -247,8 +243,8 @@ def test_what_does_not_fit_is_an_error(module: Any) -> None:
     ):
         module.summarise_pages(pool, *cache, *starts, kind="box")
     starts = (int32(0), batch.seq_lens, batch.skips)
-    with pytest.raises(ValueError, match=r"summaries of kind mean must be"):
-        module.summarise_pages(pool, *cache, *starts, kind="mean")
+    with pytest.raises(ValueError, match=r"summaries of kind box must be"):
+        module.summarise_pages(pool[:, :, 1:], *cache, *starts, kind="box")
 
 
 def test_reference_attends_to_the_chosen_pages() -> None:

@@ -81,7 +81,7 @@ SANITIZERS = {
         {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66"},
         WRITE_TWICE,
         "data race",
-        "nothing or few_rows or windows or threads or statistics or reductions",
+        "nothing or few_rows or windows or threads or reductions",
         ("setarch", "-R"),
     ),
 }

@@ -114,7 +114,7 @@ def test_no_smaller_total_reaches_the_goal(scores: torch.Tensor, data: st.DataOb
     peak=st.floats(0.2, 12.0),
     budget=st.integers(9, 120),
     name=st.sampled_from(["pyramidkv", "snapkv"]),
-    kind=st.sampled_from(["arithmetic", "geometric", "exponential", "uniform"]),
+    kind=st.sampled_from(["arithmetic", "uniform"]),
 )
 def test_retains_at_least_what_the_pyramids_do(
     seed: int, prompt_len: int, layers: int, peak: float, budget: int, name: str, kind: str

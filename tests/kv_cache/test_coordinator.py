@@ -73,7 +73,7 @@ def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan
     prompt_len=st.integers(1, 300),
     budget=st.one_of(st.integers(9, 310), st.sampled_from(["1%", "12%", "50%", "100%"])),
     fill_blocks=st.booleans(),
-    policy_name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "window", "full"]),
+    policy_name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full"]),
 )
 def test_a_layer_holds_what_its_plan_says(
     prompt_len: int, budget: int | str, fill_blocks: bool, policy_name: str
@@ -356,7 +356,7 @@ def report(plan: RetentionPlan, number: int, before: int) -> Eviction:
     budget=st.one_of(st.integers(1, 90), st.sampled_from(["12%", "50%"])),
     interval=st.integers(1, 40),
     fill_blocks=st.booleans(),
-    allocator=st.sampled_from(["uniform", "arithmetic", "geometric"]),
+    allocator=st.sampled_from(["uniform", "arithmetic"]),
     generated=st.integers(0, 120),
     seen_every=st.integers(1, 9),
 )

@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -52,6 +52,16 @@ class EqualHeads(HeadLengths):
         return policy.allocator.plan(policy, prompt_len, num_lanes, block_size, budget)
 
 
+class ByNorm(Scorer):
+    """Keeps the keys of the lowest norms, so that an oracle is short."""
+
+    in_parts: ClassVar[bool] = True
+    kind: str = f"{__name__}:ByNorm"
+
+    def score(self, inputs: ScorerInputs) -> torch.Tensor:
+        return -inputs.keys.norm(dim=-1)
+
+
 class AcrossHeads(Scorer):
     """Gives all KV heads of a layer the same scores, and does not say `in_parts`."""
 
@@ -60,6 +70,13 @@ class AcrossHeads(Scorer):
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
         mean = inputs.keys.norm(dim=-1).mean(dim=0)
         return mean.expand(inputs.num_kv_heads, -1)
+
+
+class OverRanks(ByNorm):
+    """Asks the heads of all ranks."""
+
+    asks_ranks: ClassVar[bool] = True
+    kind: str = f"{__name__}:OverRanks"
 
 
 class Worst(Selector):
@@ -72,8 +89,8 @@ class Worst(Selector):
 
 
 def by_norms(budget: str | int | None = None, **args: Any) -> Policy:
-    """Scored by keys alone, so that an oracle is short."""
-    return adaptive(budget, scorer="knorm", sinks=SINKS, window=WINDOW, **args)
+    """Scored by the norms of keys."""
+    return adaptive(budget, scorer=f"{__name__}:ByNorm", sinks=SINKS, window=WINDOW, **args)
 
 
 # Lengths ------------------------------------------------------------------------------------------
@@ -227,7 +244,7 @@ def test_heads_with_the_same_scores_have_the_bits_of_equal_lengths(
     fill_blocks: bool, alpha: float
 ) -> None:
     """With equal norms in many places, too."""
-    args: dict[str, Any] = {"fill_blocks": fill_blocks, "scorer": "knorm"}
+    args: dict[str, Any] = {"fill_blocks": fill_blocks, "scorer": f"{__name__}:ByNorm"}
     args |= {"sinks": SINKS, "window": WINDOW}
     equal = load_policy("snapkv", "40%", {**args, "heads": f"{__name__}:EqualHeads"})
     lens = [90, 41, 63]
@@ -342,7 +359,12 @@ def test_the_same_tokens_as_kvpress(alpha: float, ratio: float, kvpress: Any) ->
         theirs = torch.ones(heads, n, dtype=torch.bool)
         theirs[masked_heads, masked] = False
 
-        args: dict[str, Any] = {"scorer": "knorm", "window": 0, "sinks": 0, "alpha": alpha}
+        args: dict[str, Any] = {
+            "scorer": f"{__name__}:ByNorm",
+            "window": 0,
+            "sinks": 0,
+            "alpha": alpha,
+        }
         mean = int(theirs.sum()) // heads
         plan = adaptive(mean, **args).plan(n, heads, N)
         assert isinstance(plan, DeferredPlan)
@@ -360,7 +382,7 @@ def test_the_same_tokens_as_kvpress(alpha: float, ratio: float, kvpress: Any) ->
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"scorer": "tova"}, "'tova' looks at all KV heads of a layer together"),
+        ({"scorer": f"{__name__}:OverRanks"}, "looks at all KV heads of a layer together"),
         ({"scorer": "accumulated_attention"}, "gathers numbers in every step"),
         ({"scorer": "none"}, "ranks nothing"),
         ({"scorer": f"{__name__}:AcrossHeads"}, "does not say that it looks at each KV head"),

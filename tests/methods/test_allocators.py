@@ -17,7 +17,6 @@ from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 
 pytestmark = pytest.mark.cpu
 
-DECAYING = ["arithmetic", "exponential", "geometric"]
 CURVES = {
     kind for kind, cls in built_in_kinds(Allocator).items() if issubclass(cls, CurveAllocator)
 }
@@ -30,7 +29,7 @@ def curve_of(section: object) -> CurveAllocator:
 
 
 def test_which_kinds_have_a_curve() -> None:
-    assert sorted(CURVES) == sorted(["uniform", "shares", *DECAYING])
+    assert sorted(CURVES) == sorted(["uniform", "shares", "arithmetic"])
 
 
 @st.composite
@@ -146,39 +145,22 @@ def test_arithmetic_is_the_papers(mean: int, num_layers: int, prompt_len: int, b
     assert all(abs(int(t) - e) < 1 for t, e in zip(tokens, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", DECAYING)
 @pytest.mark.parametrize("beta", [2.0, 14.0, 20.0])
-def test_the_top_layer_keeps_a_beta_of_the_mean(kind: str, beta: float) -> None:
-    curve = curve_of({"kind": kind, "beta": beta}).curve(504, 32, 1_000_000)
+def test_the_top_layer_keeps_a_beta_of_the_mean(beta: float) -> None:
+    curve = curve_of({"kind": "arithmetic", "beta": beta}).curve(504, 32, 1_000_000)
     assert curve[-1] == pytest.approx(504 / beta, rel=1e-9)
 
 
-def test_geometric_has_equal_ratios_and_exponential_a_shrinking_excess() -> None:
-    geometric = curve_of("geometric").curve(504, 32, 8184)
-    ratios = geometric[:-1] / geometric[1:]
-    assert ratios == pytest.approx(np.full(31, ratios[0]), rel=1e-9)
-    exponential = curve_of("exponential").curve(504, 32, 8184)
-    steps = -np.diff(exponential)
-    # Beta is the factor by which the decay slows from the first layer to the last.
-    assert steps[:-1] / steps[1:] == pytest.approx(np.full(30, 20.0 ** (1 / 31)), rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", DECAYING)
-def test_a_full_bottom_layer_is_clamped_and_the_rest_keeps_its_kind(kind: str) -> None:
-    allocator = curve_of(kind)
-    curve = allocator.curve(504, 32, 592)
+def test_a_full_bottom_layer_is_clamped_and_the_steps_stay_equal() -> None:
+    curve = curve_of("arithmetic").curve(504, 32, 592)
     assert curve[0] == pytest.approx(592)
     assert curve.sum() == pytest.approx(504 * 32)
-    if kind == "geometric":
-        assert curve[:-1] / curve[1:] == pytest.approx(np.full(31, curve[0] / curve[1]))
-    if kind == "arithmetic":
-        assert np.diff(curve) == pytest.approx(np.full(31, curve[1] - curve[0]))
+    assert np.diff(curve) == pytest.approx(np.full(31, curve[1] - curve[0]))
 
 
 def test_beta_of_one_is_uniform() -> None:
-    for kind in DECAYING:
-        tokens = curve_of({"kind": kind, "beta": 1.0}).allocate(77, 9, 1000)
-        assert tokens.tolist() == [77] * 9
+    tokens = curve_of({"kind": "arithmetic", "beta": 1.0}).allocate(77, 9, 1000)
+    assert tokens.tolist() == [77] * 9
 
 
 def test_rounding_gives_ties_to_the_lower_layer() -> None:
@@ -189,10 +171,7 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            "aritmetic",
-            "did you mean 'arithmetic'.*valid kinds: arithmetic, decay, entropy, exponential",
-        ),
+        ("aritmetic", "did you mean 'arithmetic'.*valid kinds: arithmetic, decay, global"),
         ({"kind": "uniform", "beta": 3.0}, "unknown key 'beta' in allocator 'uniform'"),
         ({"kind": "arithmetic", "betta": 3.0}, "did you mean 'beta'.*valid keys: kind, beta"),
         ({"beta": 3.0}, "must be a kind or a mapping"),
@@ -200,8 +179,8 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
         ({"kind": ["arithmetic"]}, "unknown allocator kind"),
         ({"kind": "arithmetic", "beta": 0.9}, "greater than or equal to 1"),
         ({"kind": "arithmetic", "beta": float("nan")}, "greater than or equal to 1|finite"),
-        ({"kind": "geometric", "beta": float("inf")}, "finite"),
-        ({"kind": "geometric", "beta": "20"}, "valid number"),
+        ({"kind": "arithmetic", "beta": float("inf")}, "finite"),
+        ({"kind": "arithmetic", "beta": "20"}, "valid number"),
         ({"kind": "shares"}, "shares"),
         ({"kind": "shares", "shares": []}, "at least 1 item"),
         ({"kind": "shares", "shares": [1.0, -0.5]}, "at least 0"),

@@ -17,7 +17,6 @@ from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.recall import window_statistics
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.solve import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.methods.solved.worker import LayerSolver
@@ -107,7 +106,7 @@ class Step:
         assert isinstance(plan, EvictionPoint)
         return plan.keep.tolist()
 
-    def scores(self, row: int, layer: int, **options: Any) -> torch.Tensor:
+    def scores(self, row: int, layer: int) -> torch.Tensor:
         """`[G, n - window]` of one prompt alone."""
         scorer: Any = self.policy.scorer
         query, (key, _) = self.layers[layer][0], self.before[layer]
@@ -121,8 +120,7 @@ class Step:
             torch.tensor([n]),
             self.policy.window,
         )
-        pooling = options.get("pooling", scorer.pooling)
-        reduction = Reduction(scorer.gqa_reduce, pooling, scorer.kernel_size)
+        reduction = Reduction(scorer.gqa_reduce, scorer.pooling, scorer.kernel_size)
         return reference.window_scores(prompt, Softmax(SCALE), reduction)[0]
 
 
@@ -139,20 +137,9 @@ def expected_keep(step: Step, row: int, plan: DeferredPlan) -> list[int]:
         else:
             lengths = least_lengths(mean, goal, limit=total, sinks=sinks)
         return [plan.floor + k for k in lengths.tolist()]
-    if policy.allocator.kind == "needed_tokens":
-        weights = [float(minimum_budgets(scores, 0.9).double().mean()) for scores in tables]
-        floor = 0.25
-    else:
-        n = torch.tensor([step.prompt_lens[row]])
-        weights = []
-        for layer in range(LAYERS):
-            unpooled = step.scores(row, layer, pooling="none")[None]
-            numbers = window_statistics(unpooled, n, window=policy.window)._asdict()
-            weights.append(float(numbers[policy.allocator.kind].mean()))
-        floor = 0.0
+    weights = [float(minimum_budgets(scores, 0.9).double().mean()) for scores in tables]
     real = [
-        plan.floor + floor * plan.mean + (1 - floor) * total * weight / sum(weights)
-        for weight in weights
+        plan.floor + 0.25 * plan.mean + 0.75 * total * weight / sum(weights) for weight in weights
     ]
     down = [int(k) for k in real]
     by_rest = sorted(range(LAYERS), key=lambda layer: (-(real[layer] - down[layer]), layer))
@@ -166,8 +153,7 @@ POLICIES = {
     "xkv-sinks": load_policy("xkv", "30%", {"sinks": 3, "fill_blocks": False}),
     "xkv-retention": load_policy("xkv", None, {"retention": 0.6}),
     "zigzagkv": load_policy("zigzagkv", 24),
-    "entropykv": load_policy("entropykv", 30, {"fill_blocks": False}),
-    "ginikv": load_policy("ginikv", 24),
+    "zigzagkv-not-filled": load_policy("zigzagkv", 30, {"fill_blocks": False}),
 }
 BACK_ENDS = [pytest.param(reference, id="reference")]
 if cpu.available():

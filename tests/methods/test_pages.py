@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,7 +229,7 @@ def _scorer(name: str) -> PageScorer:
     return part.scorer
 
 
-@pytest.mark.parametrize("name", ["spread", "box", "mean", "own"])
+@pytest.mark.parametrize("name", ["spread", "box", "own"])
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> None:
@@ -354,7 +353,7 @@ def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch, at
 
 def test_a_layer_that_ran_dense_stops_the_engine(tmp_path: Path) -> None:
     """What was read is counted from the tables that attention was given, not from the plan."""
-    policy = load_policy("select").model_copy(update={"attend": _part(_scorer("mean"))})
+    policy = load_policy("select").model_copy(update={"attend": _part(_scorer("box"))})
     selector = _selector(policy.attend, 64)
     selector.trace = TraceWriter(str(tmp_path), [KV_HEADS] * LAYERS, 0, 1)
     cache = torch.zeros(64, KV_HEADS, N, SIZE)
@@ -450,27 +449,7 @@ def test_layers_of_different_shapes_are_refused() -> None:
 
     with pytest.raises(ValueError, match="different KV heads"):
         _selector(_part(_scorer("spread")), 8, Mixed())
-    exact = _selector(_part(_scorer("exact")), 8)
-    assert exact.bytes_per_block() == 0
     assert _selector(_part(_scorer("spread")), 8).bytes_per_block() == 2 * KV_HEADS * SIZE * 4
-
-
-def test_the_ceiling_reads_keys() -> None:
-    """`exact` finds the page of the largest product, which a mean hides."""
-    part = _part(_scorer("exact"), budget=13, sinks=0, recent=4, combine="max")
-    policy = load_policy("select").model_copy(update={"attend": part})
-    selector = _selector(part, 64)
-    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=torch.Generator().manual_seed(3))
-    table = torch.arange(1, 17, dtype=torch.int32)[None]
-    query = torch.ones(1, HEADS, SIZE)
-    cache[5, :, 2] = 9.0  # page 4
-    cache[5, :, 3] = -40.0  # its mean points away
-    step = _step([(30, 36, 1)], policy=policy)
-    selector.begin_step(step)
-    chosen = selector.before_attention(_inputs(cache, table, step, 1, query))
-    assert all(5 in head for head in chosen.block_table[0].tolist())
-    spread = replace(step)
-    assert spread.requests is step.requests
 
 
 # Refusals -----------------------------------------------------------------------------------------

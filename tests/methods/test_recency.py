@@ -16,16 +16,16 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.mark.parametrize(
-    ("name", "keep", "positions"),
+    ("sinks", "keep", "positions"),
     [
-        ("window", 4, [6, 7, 8, 9]),
-        ("streaming-llm", 7, [0, 1, 2, 3, 7, 8, 9]),
-        ("streaming-llm", 10, list(range(10))),
+        (0, 4, [6, 7, 8, 9]),
+        (4, 7, [0, 1, 2, 3, 7, 8, 9]),
+        (4, 10, list(range(10))),
     ],
 )
-def test_what_recency_keeps(name: str, keep: int, positions: list[int]) -> None:
+def test_what_recency_keeps(sinks: int, keep: int, positions: list[int]) -> None:
     """By its scores and the rule of the selector, and the oracle of other tests says the same."""
-    policy = load_policy(name)
+    policy = load_policy("streaming-llm", None, {"sinks": sinks})
     view = ScorerInputs(
         num_tokens=10,
         window=policy.window,

@@ -134,7 +134,6 @@ def test_the_budget_is_a_limit_of_the_plan() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"scorer": "knorm"}, "'knorm' may be negative"),
         ({"scorer": "expected_attention"}, "does not say what sinks are worth"),
         ({"scorer": "keydiff"}, "'keydiff' may be negative"),
         ({"shares": [0.0, 0.5]}, "must increase from 0 or more to 1"),

@@ -249,11 +249,11 @@ def test_what_cannot_be_solved_is_marked() -> None:
     ("preset", "args", "reason"),
     [
         ("select", {}, "evicts nothing"),
-        ("knorm", {}, "'knorm' has no observation window"),
+        ("keydiff", {}, "'keydiff' has no observation window"),
         ("streaming-llm", {}, "'recency' has no observation window"),
         ("h2o", {}, "its scorer 'accumulated_attention'"),
         ("pyramidkv", {"chunk.tokens": 256}, "chunk.tokens 256"),
-        ("knorm", {"schedule": "interval"}, "its schedule is 'interval'"),
+        ("keydiff", {"schedule": "interval"}, "its schedule is 'interval'"),
         ("select-evicted", {}, "its attend 'pages'"),
         ("xkv", {}, "'global' solves the lengths"),
     ],
@@ -280,7 +280,7 @@ def test_caches_that_would_round_the_changes_away(dtype: str) -> None:
 
 def test_it_composes_with_prefixes_turns_and_other_settings() -> None:
     """What is published is full attention's, and a turn's eviction sees the window's queries."""
-    for preset in ("pyramidkv", "snapkv", "snapkv-max", "value-aware", "snapkv-expected", "capkv"):
+    for preset in ("pyramidkv", "snapkv", "snapkv-max", "snapkv-expected"):
         served = load_policy(preset, None, {"values": "ridge", "ridge": 0.5})
         assert served.values == RidgeValues(ridge=0.5)
         assert served.why_not_shareable is None

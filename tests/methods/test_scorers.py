@@ -17,7 +17,6 @@ from tests.methods.views import MadeUp
 from vllm_pyramid.methods import noise
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.noise import uniform
-from vllm_pyramid.methods.output_change import OutputChangeScorer
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.scorer import Scorer
@@ -49,19 +48,10 @@ def group(data: MadeUp, head: int) -> range:
     return range(head * count, (head + 1) * count)
 
 
-def knorm(data: MadeUp, head: int, token: int) -> float:
-    return -math.sqrt(sum(x * x for x in data.keys[head, token].tolist()))
-
-
 def keydiff(data: MadeUp, head: int, token: int) -> float:
     unit = [k / k.norm() for k in data.keys[head].double()]
     mean = sum(unit, torch.zeros(data.size, dtype=torch.float64)) / data.tokens
     return -float(unit[token] @ mean / mean.norm())
-
-
-def tova(data: MadeUp, head: int, token: int) -> float:
-    last = data.tokens - 1
-    return sum(float(weights(data, h, last)[token]) for h in range(data.heads)) / data.heads
 
 
 def value_aware(data: MadeUp, head: int, token: int) -> float:
@@ -122,73 +112,6 @@ def observed_expected(data: MadeUp, head: int, token: int) -> float:
     return observed[token - SINKS] + 2.0 * expected[token - SINKS]
 
 
-def capkv(data: MadeUp, head: int, token: int) -> float:
-    keys, values = data.keys[head, SINKS:].double(), data.values[head, SINKS:].double()
-    total = 0.0
-    for h in group(data, head):
-        mean = _mean_query(data, h, 16)
-        likeness = keys @ mean / keys.norm(dim=1) / mean.norm()
-        weight = torch.exp(5.0 * (likeness - likeness.max()))
-        gram = torch.eye(data.size, dtype=torch.float64)
-        for w, v in zip(weight, values, strict=True):
-            gram += (w + 1e-6) * torch.outer(v, v)
-        v = values[token - SINKS]
-        total += float(weight[token - SINKS] * (v @ torch.linalg.inv(gram) @ v))
-    return total / len(group(data, head))
-
-
-def _drift(rows: list[list[float]], top: int) -> float:
-    """How far earlier the best tokens of the second half of rows lie, rank by rank."""
-    best = [sorted(range(len(row)), key=lambda i, row=row: row[i])[-top:] for row in rows]
-    half = len(rows) // 2
-    pairs = zip(best[:half], best[half:], strict=True)
-    return sum(a - b for first, second in pairs for a, b in zip(first, second, strict=True)) / (
-        half * top
-    )
-
-
-@cache
-def _output_changes(data_seed: int, tokens: int, learned_sinks: bool, head: int) -> list[float]:
-    """Of a query head, ReST-KV's scores of the tokens before the window, as its authors write them.
-
-    Settings: alpha 0.3, kernel 3, a drift of 4 positions, measured on 6 tokens.
-    """
-    data = MadeUp(seed=data_seed, tokens=tokens, learned_sinks=learned_sinks)
-    values, w = (
-        data.values[head * data.kv_heads // data.heads].double(),
-        data.weights[head].double(),
-    )
-    rows = []
-    for query in range(tokens - WINDOW, tokens):
-        row = weights(data, head, query).tolist()
-        rows.append(row + [0.0] * (tokens - len(row)))
-    before = range(tokens - WINDOW)
-    mean = [rows[0][i] for i in before]
-    for row in rows[1:]:
-        mean = [0.3 * row[i] + 0.7 * mean[i] for i in before]
-    output = sum((mean[i] * (w @ values[i]) for i in before), torch.zeros(1, dtype=torch.float64))
-    scores = [
-        mean[i] / (1 - mean[i]) * float((output - w @ values[i]).square().sum().sqrt())
-        for i in before
-    ]
-    moved = _drift(rows, top=6)
-    width = max(3, 2 * int(abs(moved) // 4) + 1)
-    shift = int(moved // 4) if moved > 0 else -int(-moved // 4)
-    pooled = []
-    for i in before:
-        around = range(i + shift - width // 2, i + shift + width // 2 + 1)
-        pooled.append(sum(scores[min(max(j, 0), len(scores) - 1)] for j in around) / width)
-    return pooled
-
-
-def output_change(data: MadeUp, head: int, token: int) -> float:
-    found = [
-        _output_changes(data.seed, data.tokens, data.learned_sinks, h)[token]
-        for h in group(data, head)
-    ]
-    return sum(found) / len(found)
-
-
 def future_attention(data: MadeUp, head: int, token: int) -> float:
     total = 0.0
     for h in group(data, head):
@@ -206,17 +129,12 @@ def future_attention(data: MadeUp, head: int, token: int) -> float:
 
 
 ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
-    "knorm": ({}, knorm),
     "keydiff": ({}, keydiff),
-    "tova": ({}, tova),
-    "value_aware": ({}, value_aware),
     "expected_attention": ({"future_positions": 16, "epsilon": 0.01}, expected_attention),
     "observed_expected": (
         {"queries": WINDOW, "kernel_size": 5, "expected": 2.0, "future_positions": 16},
         observed_expected,
     ),
-    "capkv": ({"future_positions": 16}, capkv),
-    "output_change": ({"kernel_size": 3, "drift": 4, "top": 6}, output_change),
     "future_attention": ({"queries": 4}, future_attention),
 }
 
@@ -236,29 +154,6 @@ def test_scores_are_the_papers(kind: str, learned_sinks: bool) -> None:
             assert float(scores[head, token]) == pytest.approx(wanted, rel=2e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("tokens", [41, 57])
-def test_lagkv_ranks_each_part_by_the_next(tokens: int) -> None:
-    data, lag = MadeUp(tokens=tokens), 10
-    scores = parse_component(Scorer, {"kind": "lagkv", "lag": lag}).score(data.view(0, SINKS))
-    parts = (tokens - SINKS) // lag - 1
-    assert parts >= 2
-    for head in range(data.kv_heads):
-        for part in range(parts):
-            begin = SINKS + part * lag
-            total = torch.zeros(lag, dtype=torch.float64)
-            for rows in (data.keys[head].double(), data.values[head].double()):
-                following = rows[begin + lag : begin + 2 * lag]
-                low, high = following.min(dim=0).values, following.max(dim=0).values
-                scaled = (rows[begin : begin + lag] - low) / (high - low)
-                total += scaled.std(dim=1).softmax(dim=0)
-            order = sorted(range(lag), key=lambda i: float(total[i]))
-            found = scores[head, begin : begin + lag]
-            assert [int(i) for i in found.argsort()] == order
-            assert found.min() >= 0 and found.max() < 1
-        rest = scores[head, SINKS + parts * lag :]
-        assert rest.min() >= 1 and (rest.diff() > 0).all(), "the most recent first"
-
-
 @pytest.mark.parametrize("kind", ["expected_attention", "observed_expected"])
 def test_only_the_last_queries_count(kind: str) -> None:
     """A longer window keeps more tokens; the scores of the others are of as many queries."""
@@ -271,41 +166,8 @@ def test_only_the_last_queries_count(kind: str) -> None:
     )
     ratio = long / short  # what the first is a share of is less
     torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4, atol=0)
-    policy = {"expected_attention": "expected-attention", "observed_expected": "auto"}[kind]
     with pytest.raises(ValueError, match="looks at 9 queries, which the window of 8"):
-        load_policy(policy, None, {"window": 8, "queries": 9})
-
-
-def test_rest_kv_widens_and_moves_its_pooling_by_the_drift() -> None:
-    """The oracle's test has heads whose later queries attend elsewhere, and others."""
-    data = MadeUp(tokens=41)
-    scorer = parse_component(Scorer, {"kind": "output_change", "drift": 4, "top": 6})
-    assert isinstance(scorer, OutputChangeScorer)
-    _, moved = scorer._observed(data.view(WINDOW, SINKS))
-    shifts = {int(float(x) / 4) for x in moved}
-    assert len(shifts) > 1 and (min(shifts) < 0 or max(shifts) > 0), shifts
-    scores = torch.tensor([[0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
-    # 5 places about itself, 5 about the one behind it, 7 about the third one before it.
-    wide = parse_component(Scorer, {"kind": "output_change", "drift": 4, "kernel_size": 5})
-    assert isinstance(wide, OutputChangeScorer)
-    found = wide._pooled(scores.expand(3, -1), torch.tensor([0.0, 5.0, -12.0]))
-    expected = torch.tensor(
-        [
-            [9, 9, 9, 9, 9, 1, 2, 3],
-            [9, 9, 9, 9, 1, 2, 3, 4],
-            [0, 0, 9, 9, 9, 9, 9, 10],
-        ],
-        dtype=torch.float32,
-    )
-    torch.testing.assert_close(found * torch.tensor([[5.0], [5.0], [7.0]]), expected)
-
-
-def test_lagkv_survives_constant_channels() -> None:
-    data = MadeUp(tokens=41)
-    data.keys[..., 3] = 1.0
-    data.values[..., :] = 0.0
-    scores = parse_component(Scorer, {"kind": "lagkv", "lag": 10}).score(data.view(0, SINKS))
-    assert scores.isfinite().all()
+        load_policy("snapkv", None, {"window": 8, "scorer": {"kind": kind, "queries": 9}})
 
 
 @pytest.mark.parametrize("learned_sinks", [False, True])
@@ -370,10 +232,12 @@ class TwoRanks(OneRank):
 
 
 def test_a_mean_over_all_heads_goes_over_all_ranks() -> None:
-    scorer, view = parse_component(Scorer, "tova"), MadeUp().view(1)
-    alone = scorer.score(view)
+    view = MadeUp().view(1)
+    attention = view.attention(1)[:, 0]
+    alone = view.mean_of_heads(attention)
+    torch.testing.assert_close(alone, attention.mean(dim=0))
     view.ranks = TwoRanks()
-    torch.testing.assert_close(scorer.score(view), alone)
+    torch.testing.assert_close(view.mean_of_heads(attention), alone)
 
 
 SCORING = [
@@ -411,28 +275,11 @@ def test_rotations_are_undone(halves: bool) -> None:
 
 def test_what_presets_say_of_their_scorers_holds() -> None:
     """Scorers that look at keys alone evict at any time; others say why they cannot."""
-    for name in ("knorm", "keydiff", "lagkv", "tova"):
-        policy = load_policy(name, 64, {"schedule": {"kind": "interval", "interval": 8}})
-        assert policy.schedule.every == 8 and policy.works_in_every_step
-    for name in (
-        "random",
-        "rest-kv",
-        "dapq",
-        "capkv",
-        "expected-attention",
-        "value-aware",
-        "snapkv-max",
-    ):
+    policy = load_policy("keydiff", 64, {"schedule": {"kind": "interval", "interval": 8}})
+    assert policy.schedule.every == 8 and policy.works_in_every_step
+    for name in ("random", "snapkv-max", "snapkv-expected"):
         with pytest.raises(ValueError, match=r"(positions|no scores during generation)"):
             load_policy(name, 128, {"schedule": "interval"})
-
-
-def test_capkv_bears_values_that_repeat() -> None:
-    """Of a run of one token V has rank 1, and outweighs the identity beyond float32."""
-    data = MadeUp(tokens=2048, size=128, heads=2, kv_heads=1)
-    data.values[:] = 3 * data.values[:, :1]
-    scores = parse_component(Scorer, "capkv").score(data.view(WINDOW, SINKS))
-    assert scores.isfinite().all()
 
 
 def test_expected_attention_needs_no_copy_a_query_head() -> None:

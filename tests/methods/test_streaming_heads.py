@@ -295,7 +295,7 @@ def test_the_same_tokens_as_duo_attention_press(prompt_len: int) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"scorer": "knorm"}, "go with scorer 'recency' alone"),
+        ({"scorer": "keydiff"}, "go with scorer 'recency' alone"),
         ({"allocator": "arithmetic"}, "go with allocator 'uniform' alone"),
         ({"schedule": "interval"}, "go with schedule 'prompt_end' alone"),
         ({"values": "host"}, "go with values 'device' alone"),

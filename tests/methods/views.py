@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_pyramid.step.output_factors import output_factors
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
@@ -24,8 +23,6 @@ def cos_sin(size: int, positions: int) -> torch.Tensor:
 class MadeUp:
     """Keys and values `[G, T, D]`, and queries `[T, H, D]` with and without rotary embedding.
 
-    The columns of the output projection of each query head are `weights`, `[H, C, D]`.
-
     With `learned_sinks`, logits `[H]` of sinks as well, large enough to matter.
     """
 
@@ -40,7 +37,6 @@ class MadeUp:
     values: torch.Tensor = field(init=False)
     plain: torch.Tensor = field(init=False)
     queries: torch.Tensor = field(init=False)
-    weights: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         source = torch.Generator().manual_seed(self.seed)
@@ -53,7 +49,6 @@ class MadeUp:
         self.plain = noise(self.tokens, self.heads, self.size) + noise(self.heads, self.size)
         if self.learned_sinks:
             self.logit_sinks = 3.0 + noise(self.heads)
-        self.weights = noise(self.heads, 2 * self.size + 1, self.size)
         self.rotary = Rotary(cos_sin(self.size, 4096))
         cos, sin = self.rotary.at(torch.arange(self.tokens))
         self.queries = self.rotary.turn(self.plain, cos[:, None], sin[:, None])
@@ -72,7 +67,6 @@ class MadeUp:
             start=start,
             seed=self.seed,
             logit_sinks=self.logit_sinks,
-            output=output_factors(self.weights),
         )
 
 
@@ -88,7 +82,6 @@ def view_of(
     start: int = 0,
     seed: int = 0,
     logit_sinks: torch.Tensor | None = None,
-    output: torch.Tensor | None = None,
 ) -> ScorerInputs:
     """A request at its prompt's end, its rows in pages in random order.
 
@@ -126,5 +119,4 @@ def view_of(
         knows_rotary=True,
         asks_ranks=True,
         logit_sinks=logit_sinks,
-        output=output,
     )

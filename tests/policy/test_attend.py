@@ -80,7 +80,7 @@ def test_pages_of_a_budget() -> None:
     budget=st.integers(81, 4000),
     prompt=st.integers(1, 8000),
     layers=st.integers(3, 40),
-    kind=st.sampled_from(["uniform", "arithmetic", "geometric", "exponential"]),
+    kind=st.sampled_from(["uniform", "arithmetic"]),
 )
 def test_a_pyramid_reads_its_mean(budget: int, prompt: int, layers: int, kind: str) -> None:
     """Layers share the budget as an allocator says; rounding up to pages adds less than one."""
@@ -150,7 +150,7 @@ def test_answers_are_not_shared() -> None:
         ("zigzagkv", {}, "selecting was not tried: choose uniform"),
         ("snapkv", {"fill_blocks": False}, "has fill_blocks false"),
         ("kcache", {}, "keeps V in host memory"),
-        ("select", {"attend.allocator": "entropy"}, "does not divide a number of tokens"),
+        ("select", {"attend.allocator": "needed_tokens"}, "does not divide a number of tokens"),
         ("select", {"attend.budget": 80}, "give at least 81"),
         ("select", {"attend.budget": "0%"}, "must be above 0%"),
         ("select", {"attend.scorer": "boxes"}, r"unknown attend.scorer kind 'boxes' \(did you "),
@@ -239,13 +239,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_kinds_of_page_scorers() -> None:
     kinds = built_in_kinds(PageScorer)
-    assert {"box", "exact", "mean", "representative", "spread"} <= kinds.keys()
+    assert {"box", "representative", "spread"} <= kinds.keys()
     for kind, cls in kinds.items():
         cls.check_class()
         part = parse_component(PageScorer, kind)
         assert part.has_kernels
-        if part.rows:
-            try_scorer(part, 4, 2, 8, SIZE)
+        try_scorer(part, 4, 2, 8, SIZE)
 
 
 def test_the_page_scorer_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

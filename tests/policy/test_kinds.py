@@ -34,8 +34,8 @@ KINDS = {
         "recent_ensemble",
     },
     "allocator": {
-        *("uniform", "shares", "arithmetic", "geometric", "exponential"),
-        *("global", "needed_tokens", "entropy", "gini", "decay"),
+        *("uniform", "shares", "arithmetic"),
+        *("global", "needed_tokens", "decay"),
     },
     "selector": {"top_k", "top_k_shared"},
     "schedule": {"prompt_end", "interval", "thin_generated"},
@@ -276,7 +276,7 @@ def test_fields_of_plain_types_travel(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.syspath_prepend(tmp_path)
     policy = load_policy(
-        "knorm", None, {"scorer": {"kind": "travellers:Travels", "pairs": [[3, 4]]}}
+        "keydiff", None, {"scorer": {"kind": "travellers:Travels", "pairs": [[3, 4]]}}
     )
     assert policy.scorer.pairs == ((3, 4),)  # type: ignore[attr-defined]
     again = Policy.model_validate(json.loads(json.dumps(policy.as_data())))
@@ -285,7 +285,7 @@ def test_fields_of_plain_types_travel(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_class_in_a_script_is_refused() -> None:
     with pytest.raises(ValueError, match="is defined in the script that is run"):
-        load_policy("knorm", None, {"scorer.kind": "__main__:Mine"})
+        load_policy("keydiff", None, {"scorer.kind": "__main__:Mine"})
 
 
 @pytest.mark.parametrize(
@@ -296,6 +296,7 @@ def test_a_class_in_a_script_is_refused() -> None:
     ],
 )
 def test_what_solved_lengths_would_ignore_is_refused(args: dict[str, Any], message: str) -> None:
-    parts = {"window": 1, "sinks": 0, "allocator": "global"}
+    scorer = {"kind": "future_attention", "queries": 1}
+    parts = {"window": 1, "scorer": scorer, "allocator": "global"}
     with pytest.raises(ValueError, match=message):
-        load_policy("value-aware", 512, {**parts, **args})
+        load_policy("snapkv", 512, {**parts, **args})

@@ -40,7 +40,7 @@ def preset(tmp_path: Path) -> Any:
 def test_the_presets() -> None:
     names = policy_names()
     assert names == sorted(names)
-    assert {"full", "window", "streaming-llm", "snapkv", "pyramidkv"} <= set(names)
+    assert {"full", "streaming-llm", "snapkv", "pyramidkv"} <= set(names)
     for name, policy in zip(names, load_presets(), strict=True):
         assert policy.name == name
         assert "https://" in policy.paper or name == "random"  # a control, nobody's method
@@ -70,7 +70,6 @@ def test_values_of_the_papers() -> None:
         "gqa_reduce": "mean",
     }
     assert load_policy("streaming-llm").sinks == 4
-    assert load_policy("window").sinks == 0
 
 
 def test_the_examples_of_the_documentation(
@@ -186,14 +185,14 @@ def test_arguments_in_every_spelling(args: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        {"beta": 10, "allocator.kind": "geometric"},
-        {"allocator": {"kind": "geometric", "beta": 10}},
-        {"allocator": "geometric", "beta": 10},
+        {"beta": 10, "allocator.kind": "arithmetic"},
+        {"allocator": {"kind": "arithmetic", "beta": 10}},
+        {"allocator": "arithmetic", "beta": 10},
     ],
 )
 def test_a_kind_is_changed_before_its_fields(args: dict[str, Any]) -> None:
     policy = load_policy("snapkv", 512, args)
-    assert policy.allocator.model_dump() == {"kind": "geometric", "beta": 10.0}
+    assert policy.allocator.model_dump() == {"kind": "arithmetic", "beta": 10.0}
 
 
 def test_a_changed_kind_starts_from_its_own_defaults() -> None:
@@ -262,7 +261,7 @@ def test_any_policy_keeps_v_in_host_memory() -> None:
     ("name", "args", "message"),
     [
         ("pyramidkv", {"top_n": 64}, "policy 'pyramidkv'.* 'top_n' .it belongs to values 'host'"),
-        ("window", {"renormalize": False}, "policy 'window'.* 'renormalize' .it belongs to values"),
+        ("snapkv", {"renormalize": False}, "policy 'snapkv'.* 'renormalize' .it belongs to values"),
         (
             "kcache",
             {"values": "device", "device_layers": 0},
@@ -273,7 +272,7 @@ def test_any_policy_keeps_v_in_host_memory() -> None:
         ("kcache", {"values": "disk"}, "unknown values kind 'disk'.*valid kinds: device, host"),
         ("full", {"values": "host"}, "'full' is reserved .*choose kcache"),
         ("h2o", {"values": "host"}, "prompt's end alone so far.*'interval'.*accumulated_attention"),
-        ("window", {"values": "host", "schedule": "interval"}, "schedule is 'interval'"),
+        ("streaming-llm", {"values": "host", "schedule": "interval"}, "schedule is 'interval'"),
         ("pyramidinfer", {"values": "host"}, "prompt's end alone so far.*recent_ensemble"),
     ],
 )

@@ -29,7 +29,7 @@ def plan_of(policy: str, budget: Any, args: dict[str, Any], *where: int) -> Rete
     budget=st.one_of(st.integers(1, 300), st.sampled_from(["1%", "12%", "100%"])),
     interval=st.integers(1, 100),
     fill_blocks=st.booleans(),
-    allocator=st.sampled_from(["uniform", "arithmetic", "geometric", "exponential"]),
+    allocator=st.sampled_from(["uniform", "arithmetic"]),
     layers=st.integers(1, 9),
     block_size=st.sampled_from([1, 8, 16]),
 )

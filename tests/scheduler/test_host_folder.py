@@ -168,11 +168,10 @@ def test_what_summaries_depend_on_changes_it(config: Any) -> None:
         policy = load_policy("select").model_copy(update={"attend": SelectPages(**attend)})
         return namespace_of(config, replace(settings, policy=policy), specs)
 
-    assert name(scorer="exact") == name_of(config, specs), "it keeps no summaries"
     assert name(budget="6%", sinks=0) == name()
-    scorers = [name(scorer=scorer) for scorer in ("spread", "box", "mean", "representative")]
+    scorers = [name(scorer=scorer) for scorer in ("spread", "box", "representative")]
     scorers += [name(dense_layers=1), name(scorer={"kind": "representative", "count": 3})]
-    assert len({*scorers, name_of(config, specs)}) == 7
+    assert len({*scorers, name_of(config, specs)}) == 6
 
 
 def test_the_layout_changes_it(config: Any) -> None:

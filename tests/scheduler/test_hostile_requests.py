@@ -217,7 +217,7 @@ def test_a_new_budget_costs_a_plan_and_no_more(policy: str) -> None:
 
 
 @pytest.mark.parametrize("share", [5, 50, 90])
-@pytest.mark.parametrize("allocator", ["uniform", "exponential", "geometric", "shares"])
+@pytest.mark.parametrize("allocator", ["uniform", "arithmetic", "shares"])
 def test_no_allocator_takes_longer_for_many_turns(allocator: str, share: int) -> None:
     """Those of policies; an application's own is called for one turn after the other.
 
@@ -240,7 +240,7 @@ def test_an_allocator_that_is_called_for_each_turn_is_seen(
         return np.stack([self.allocate(mean, num_layers, capacity) for mean, capacity in both])
 
     monkeypatch.setattr(CurveAllocator, "allocate_all", one_by_one)
-    for allocator in ("exponential", "geometric", "shares"):
+    for allocator in ("arithmetic", "shares"):
         calls = _calls_of_a_turn(_plan_of(allocator, 50))
         print(allocator, f"{calls:.1f} calls")
         assert calls > MOST_CALLS

@@ -70,7 +70,7 @@ class Mixing(Scorer):
 
 
 def test_a_scorer_that_mixes_heads_cannot_score_in_parts() -> None:
-    policy = load_policy("knorm").model_copy(update={"scorer": Mixing()})
+    policy = load_policy("keydiff").model_copy(update={"scorer": Mixing()})
     with pytest.raises(ValueError, match="'mixing' says `in_parts = True`, but gives a KV head"):
         probe(policy, 8, 4, 16)
 
@@ -132,8 +132,6 @@ class Undeclared(Scorer):
     def score(self, view: ScorerInputs) -> torch.Tensor:
         if self.what == "queries":
             return view.reduce_groups(view.attention().sum(dim=1))
-        if self.what == "output":
-            return view.keys.norm(dim=-1) * view.output_factors.norm()
         if self.what == "ranks":
             return view.mean_of_heads(view.keys.norm(dim=-1)).expand(view.num_kv_heads, -1)
         return view.unrotated_queries(1).sum() + view.keys.norm(dim=-1)
@@ -144,7 +142,6 @@ class Undeclared(Scorer):
     [
         ("queries", r"looks at 4 queries, .* has 1 .*: declare `needs_queries = True`"),
         ("rotary", "declare `needs_rotary = True`"),
-        ("output", "declare `needs_output = True`"),
         ("ranks", "declare `asks_ranks = True`"),
     ],
 )
@@ -164,7 +161,7 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.probe import probe
 
 torch.set_num_threads(2)
-probe(load_policy("capkv"), 8, 2, 128)
+probe(load_policy("snapkv-expected"), 8, 2, 128)
 child = os.fork()
 if child == 0:
     torch.randn(2_000_000).add(1).sum()  # in two threads

@@ -75,11 +75,11 @@ def test_budgets_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(
         capsys,
         *("budgets", "--num-layers", "3", "--prompt-len", "1000", "--kv-policy", "pyramidkv"),
-        *("--kv-budget", "12%", "--kv-policy-args", '{"allocator": "geometric"}'),
+        *("--kv-budget", "12%", "--kv-policy-args", '{"beta": 10}'),
         *("--kv-min-tokens", "100"),
         *("--block-size", "32", "--num-kv-heads", "4", "--head-size", "64", "--dtype", "float32"),
     )
-    plan = load_policy("pyramidkv", "12%", {"allocator": "geometric"}).plan(1000, 3, 32)
+    plan = load_policy("pyramidkv", "12%", {"beta": 10}).plan(1000, 3, 32)
     assert [row["keep"] for row in report["layers"]] == plan.end.keep.tolist()
     assert [row["blocks"] for row in report["layers"]] == plan.end.blocks.tolist()
     assert report["total"]["keep"] == 3 * 120

@@ -338,7 +338,7 @@ def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
         assert runner.pyramid.memory.cache_bytes(1000 * (page + 4 * 16 * 2)) == expected
 
 
-@pytest.mark.parametrize("policy", ["pyramidkv", "knorm", "xkv", "h2o", "full"])
+@pytest.mark.parametrize("policy", ["pyramidkv", "keydiff", "xkv", "h2o", "full"])
 def test_what_evictions_take_is_taken_out_of_the_memory_of_the_cache(policy: str) -> None:
     memory = Runner(policy).pyramid.memory
     evictions, available = memory.eviction_bytes(), 1 << 30

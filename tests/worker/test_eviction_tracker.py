@@ -47,7 +47,7 @@ def begin(tracker: EvictionTracker, rows: list[tuple[str, int, int, int]]) -> St
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "window", "full"]))
+@given(data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full"]))
 def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> None:
     policy, tracker = make(name, "100%" if name == "full" else "25%")
     window = policy.window if policy.scorer.needs_queries else 1
@@ -178,7 +178,7 @@ def test_a_last_chunk_shorter_than_the_window_is_a_bug() -> None:
     tracker.add("r", 64, None)
     with pytest.raises(RuntimeError, match="fewer than the window"):
         begin(tracker, [("r", 64, 65 - policy.window, policy.window - 1)])
-    _, positional = make("window")
+    _, positional = make("streaming-llm")
     positional.add("r", 64, None)
     assert begin(positional, [("r", 64, 62, 2)]).evictions is not None
 

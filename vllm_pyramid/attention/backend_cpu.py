@@ -259,7 +259,6 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
             self.softmax,
             ranks=context.ranks if context is not None else None,
             rotary=context.rotary if context is not None else None,
-            output=context.output if context is not None else None,
             log_sum_exp=log_sum_exp,
         )
         if context is None:

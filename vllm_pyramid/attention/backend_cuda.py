@@ -315,7 +315,6 @@ class PyramidImplMixin:
             softmax,
             ranks=context.ranks,
             rotary=context.rotary,
-            output=context.output,
             offsets=offsets,
             rows=parts.rows,
         )

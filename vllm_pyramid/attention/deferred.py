@@ -145,9 +145,7 @@ class DeferredEviction:
 
     def _scores(self, batch: EvictionBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores without columns of the window, and what they say about the lengths."""
-        scores, statistics = self.policy.scorer.scores(
-            batch, statistics=self.method.needs_statistics
-        )
+        scores = self.policy.scorer.scores(batch)
         context = batch.longest - self.policy.window
         if scores.shape[2] > context or not self.policy.window:  # with columns behind a context
             scores = scores[:, :, :context]
@@ -156,7 +154,7 @@ class DeferredEviction:
             scores = scores.masked_fill(behind[:, None], -torch.inf)
         wrong = mark_wrong_scores(batch, scores)
         scores = replaced(scores, wrong, 0.0)
-        evidence = self.method.evidence(scores, statistics)
+        evidence = self.method.evidence(scores)
         unusable = (~(evidence < torch.inf)).view(len(evidence), -1).any(dim=1)
         reason = f"layer {batch.call.layer}: what its scores say about the lengths has NaN"
         batch.evictions.failures.flag(Failure(METHOD, reason), batch.request_ids, unusable & ~wrong)

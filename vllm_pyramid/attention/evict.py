@@ -48,7 +48,7 @@ def evict_layer(
             try:
                 scores = scorer.score(batch) if scorer is not None else None
                 if scores is None:
-                    scores, _ = chooses.scorer.scores(batch)
+                    scores = chooses.scorer.scores(batch)
                 if (found := ranked(batch, scores)) is not None:
                     mass = window_mass(found[0]) if trace is not None else None
                     shorten(*found, hooks, trace, mass)

@@ -152,7 +152,7 @@ class HeadLanes:
         group = batch.query.shape[1] // count
         tables = batch.block_table.unflatten(0, (-1, count))
         lens, skips = (rows.unflatten(0, (-1, count)) for rows in (batch.seq_lens, batch.skips))
-        output, offsets = inputs.output, inputs.offsets
+        offsets = inputs.offsets
         if offsets is not None:
             offsets = offsets.unflatten(0, (-1, count))
         starts = batch.query_start_loc[::count] // count
@@ -161,7 +161,6 @@ class HeadLanes:
             yield replace(
                 inputs,
                 layer=inputs.layer * count + lane,
-                output=None if output is None else output[heads],
                 offsets=None if offsets is None else offsets[:, lane].contiguous(),
                 log_sum_exp=None,  # of the requests of one head, whose order is another
                 batch=replace(

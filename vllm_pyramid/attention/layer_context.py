@@ -51,7 +51,6 @@ class LayerContext:
         deferred: evictions that wait for the last layer, shared by all layers; None where the
             policy's plans are never deferred.
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: V is in the pages.
-        output: the factors of its output projection; None where no scorer needs them.
         has_readers: whether layers above attend to this one's cache; it evicts after the last.
         lanes: the KV heads of all layers, where they have block tables of their own.
     """
@@ -65,7 +64,6 @@ class LayerContext:
     shifted: ShiftedTables | LaneTables | None = None
     deferred: DeferredEviction | None = None
     values: torch.Tensor | None = None
-    output: torch.Tensor | None = None
     has_readers: bool = False
     lanes: HeadLanes | None = None
     _attended: AttentionInputs | None = None

@@ -106,8 +106,8 @@ OF_ARGUMENTS = (
     ),
     Refusal(
         "--kv-host-cache-dir and a page scorer of your own",
-        "files hold its summaries, and its code may be another after a restart; choose spread, box "
-        "or mean, or leave the folder out",
+        "files hold its summaries, and its code may be another after a restart; choose spread or "
+        "box, or leave the folder out",
         lambda args, policy: _has_host_folder(args) and _has_own_page_scorer(policy),
     ),
     Refusal(

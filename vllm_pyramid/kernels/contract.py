@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 
 from vllm_pyramid.kernels.page_contract import PageOps
-from vllm_pyramid.kernels.recall import WindowStatistics
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
     Choosers,
@@ -236,24 +235,6 @@ class Ops(PageOps, SharedOps, Protocol):
 
         Raises:
             ValueError: the batch holds no request, or no prompt is longer than the window.
-        """
-
-    def window_scores_and_statistics(
-        self,
-        batch: WindowBatch,
-        softmax: Softmax,
-        reduction: Reduction,
-        *,
-        log_sum_exp: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, WindowStatistics]:
-        """Return `window_scores`, and statistics of the mass before it is pooled.
-
-        The observation-window scorers call this instead of `window_scores` if an allocator needs
-        the statistics, which cost a sort.
-
-        Returns:
-            The scores, and the mass, entropy and Gini coefficient of each KV head, `[R, G]` float32
-            each, as `recall.WindowStatistics` defines them (PyramidKV's ablation, Table 4).
         """
 
     def recent_mass(

@@ -56,7 +56,7 @@ def check_scoring(
         )
     query = batch.query
     rows = SUMMARY_ROWS.get(kind, 1)
-    dims = 4 if kind in ("exact", "rows") else 3
+    dims = 4 if kind == "rows" else 3
     if (
         query.dim() != 3
         or pool.dim() != dims
@@ -69,11 +69,6 @@ def check_scoring(
             f"kind {kind} scores a query [S, a multiple of G, D] against a pool {wanted} with unit "
             f"stride in its last dimension, got {list(query.shape)} and {list(pool.shape)}, "
             f"strides {pool.stride()}"
-        )
-    if kind == "exact" and pool.shape[2] != batch.block_size:
-        raise ValueError(
-            f"kind exact takes the key cache, with pages of {batch.block_size} tokens, got "
-            f"{list(pool.shape)}"
         )
     if softmax.sliding_window:
         raise ValueError(

@@ -36,7 +36,6 @@ class PageOps(Protocol):
         `skips[r] .. seq_lens[r] - 1`: it follows from the cache alone, however the keys came there
         (in chunks, over rejected drafts, into a block that was used before).
 
-        - `mean`: the mean of the keys (TriForce, arXiv:2404.11912; ShadowKV, arXiv:2410.21465).
         - `box`: the largest, then the smallest number of each component (Quest, arXiv:2406.10774).
         - `spread`: the mean, then the standard deviation (of the keys present, not an estimate for
           more).
@@ -47,7 +46,7 @@ class PageOps(Protocol):
         With zero requests, and for requests with `starts[r] == seq_lens[r]`, nothing is written.
 
         Args:
-            summaries: `[P, G, width]`, written; width is D for `mean`, 2 * D otherwise.
+            summaries: `[P, G, 2 * D]`, written.
             key_cache: `[P, G, N, D]`, read after the write of this step.
             block_table: `[>= R, M]` int32.
             starts: `[R]` int32, the first position of each request whose key was written since its
@@ -75,13 +74,11 @@ class PageOps(Protocol):
 
         A page's logit in a query head is the product of the query q and the page's summary:
 
-        - `mean`: `q · mean`. An own scorer uses this kind with a query that it has extended to the
-          width of its summaries.
         - `box`: `max(q, 0) · largest + min(q, 0) · smallest`, which no key of the page exceeds.
         - `spread`: `q · mean + |q| · deviation`.
-        - `exact`: the largest product with a key of the page that the row sees.
         - `rows`: the largest product with any of the page's n rows in the pool, such as keys that
-          represent it (InfLLM, arXiv:2402.04617).
+          represent it (InfLLM, arXiv:2402.04617). A scorer of the user's own has one row, and a
+          query that it has extended to the width of it.
 
         It is scaled and capped as attention's logits are. The softmax over the candidates (and the
         head's sink) is taken in each query head, then its mean or maximum over the query heads of
@@ -91,8 +88,7 @@ class PageOps(Protocol):
 
         Args:
             softmax: its sinks lower the weights of their heads. A sliding window is refused.
-            pool: `[P, G, width]`; `[P, G, N, D]`, the key cache, for `exact`; `[P, G, n, D]` for
-                `rows`.
+            pool: `[P, G, 2 * D]`; for `rows` `[P, G, n, D]`.
             kind: one of `SCORE_KINDS`.
             combine: one of `COMBINES`.
             out: `[>= S, G, W]` float32, contiguous, to write the result to; W is at least

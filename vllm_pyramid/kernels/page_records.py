@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import torch
 
-SUMMARY_KINDS = ("mean", "box", "spread")
+SUMMARY_KINDS = ("box", "spread")
 # Rows of D numbers in a summary.
-SUMMARY_ROWS = {"mean": 1, "box": 2, "spread": 2}
-SCORE_KINDS = (*SUMMARY_KINDS, "exact", "rows")
+SUMMARY_ROWS = {"box": 2, "spread": 2}
+SCORE_KINDS = (*SUMMARY_KINDS, "rows")
 COMBINES = ("mean", "max")
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from vllm_pyramid.kernels.gather_tokens import gather_scaled, gather_tokens
-from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.kernels.records import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.reference_attention import paged_attention
 from vllm_pyramid.kernels.reference_mass import (
@@ -43,7 +42,6 @@ __all__ = [
     "summarise_pages",
     "topn_attention",
     "window_scores",
-    "window_scores_and_statistics",
     "write_rows",
 ]
 
@@ -98,30 +96,6 @@ def window_scores(
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Score one request at a time, with its K gathered from the cache."""
-    return _window_scores(batch, softmax, reduction, log_sum_exp, compute_dtype)[0]
-
-
-def window_scores_and_statistics(
-    batch: WindowBatch,
-    softmax: Softmax,
-    reduction: Reduction,
-    *,
-    log_sum_exp: torch.Tensor | None = None,
-    compute_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, WindowStatistics]:
-    """Score as `window_scores` does, and measure the mass that it pooled."""
-    scores, mass = _window_scores(batch, softmax, reduction, log_sum_exp, compute_dtype)
-    return scores, window_statistics(mass, batch.prompt_lens, window=batch.window)
-
-
-def _window_scores(
-    batch: WindowBatch,
-    softmax: Softmax,
-    reduction: Reduction,
-    log_sum_exp: torch.Tensor | None,
-    compute_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores, and the mass before pooling, which is 0 behind the context."""
     query, key_cache = batch.query, batch.key_cache
     num_kv_heads = key_cache.shape[1]
     check_some_requests(batch.prompt_lens.shape[0])
@@ -130,7 +104,6 @@ def _window_scores(
     lens, window = batch.prompt_lens.tolist(), batch.window
     shape = (len(lens), num_kv_heads, max(lens) - window)
     out = torch.full(shape, -math.inf, device=query.device)
-    unpooled = torch.zeros(shape, dtype=compute_dtype, device=query.device)
     for r, (end, n) in enumerate(zip(batch.query_ends.tolist(), lens, strict=True)):
         q = query[end - window : end].to(compute_dtype)
         table, scales = batch.block_table[r], batch.key_scales
@@ -154,13 +127,12 @@ def _window_scores(
             mass = mass.amax(dim=1)
         else:
             mass = mass.mean(dim=1) if reduction.gqa_reduce == "mean" else mass.sum(dim=1)
-        unpooled[r, :, : n - window] = mass
         if reduction.pooling != "none":
             pool = F.avg_pool1d if reduction.pooling == "avg" else F.max_pool1d
             width = reduction.kernel_size
             mass = pool(mass, width, stride=1, padding=width // 2)
         out[r, :, : n - window] = mass.float()
-    return out, unpooled
+    return out
 
 
 def recent_mass(

@@ -25,8 +25,6 @@ __all__ = ["extend_query", "score_pages", "select_pages", "summarise_keys", "sum
 
 def summarise_keys(keys: torch.Tensor, kind: str) -> torch.Tensor:
     """Summarise the keys of a page, `[n, ..., D]`, as `[..., rows * D]`."""
-    if kind == "mean":
-        return keys.mean(dim=0)
     if kind == "box":
         return torch.cat([keys.amax(dim=0), keys.amin(dim=0)], dim=-1)
     if kind == "spread":
@@ -82,10 +80,9 @@ def score_pages(
     """Score row by row against the pool's entries of the row's candidates."""
     check_scoring(batch, softmax, pool, kind, combine)
     first, visible = pages_of(batch)
-    heads, size = pool.shape[1], batch.block_size
+    heads = pool.shape[1]
     out = scores_to_fill(batch, heads, out).fill_(-math.inf)
     query = extend_query(batch.query.to(compute_dtype), kind).unflatten(1, (heads, -1))
-    skips = batch.skips.tolist()
     for s, request in enumerate(batch.requests.tolist()):
         candidates = visible[s] - 1
         if not candidates:
@@ -96,8 +93,6 @@ def score_pages(
         logits = torch.einsum("ghd,pgnd->ghpn", query[s], entries) * softmax.scale * batch.key_scale
         if softmax.soft_cap:
             logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
-        if kind == "exact":
-            logits[:, :, 0, : skips[s] % size] = -math.inf
         logits = logits.amax(dim=-1)
         if softmax.sinks is not None:
             sinks = softmax.sinks.to(compute_dtype).view(heads, -1, 1)

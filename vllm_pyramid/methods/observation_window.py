@@ -12,7 +12,6 @@ from vllm_pyramid.policy.scorer import Scorer
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.eviction_batch import EvictionBatch
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -44,7 +43,6 @@ class ObservationWindowScorer(Scorer):
 
     needs_queries: ClassVar[bool] = True
     attention_mass: ClassVar[bool] = True
-    gives_statistics: ClassVar[bool] = True
     kind: Literal["observation_window"] = "observation_window"
     pooling: Literal["avg", "max", "none"] = "avg"
     kernel_size: int = Field(default=5, ge=1, le=1023)
@@ -73,9 +71,7 @@ class ObservationWindowScorer(Scorer):
             mass = pool(mass, self.kernel_size, stride=1, padding=self.kernel_size // 2)
         return F.pad(mass, (0, inputs.window))
 
-    def scores(
-        self, batch: EvictionBatch, *, statistics: bool = False
-    ) -> tuple[torch.Tensor, WindowStatistics | None]:
+    def scores(self, batch: EvictionBatch) -> torch.Tensor:
         """Return the scores of all requests by one launch of `ops.window_scores`."""
         from vllm_pyramid.kernels.records import Reduction, WindowBatch
 
@@ -92,6 +88,4 @@ class ObservationWindowScorer(Scorer):
             key_scales=call.key_scales,
         )
         reduction = Reduction(self.gqa_reduce, self.pooling, self.kernel_size)
-        if statistics:
-            return call.ops.window_scores_and_statistics(prompts, call.softmax, reduction)
-        return call.ops.window_scores(prompts, call.softmax, reduction), None
+        return call.ops.window_scores(prompts, call.softmax, reduction)

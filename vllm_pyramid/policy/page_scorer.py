@@ -29,7 +29,7 @@ class PageScorer(Component):
         rows: r, the summary's rows of D numbers: 1 or 2.
         summary_kind: the kernel that makes the summaries (`kernels/page_records.py`), of which
             `summarise` is then the reference; None: `summarise` is called.
-        score_kind: the kernel that scores them. `mean` multiplies with what `extend` returns.
+        score_kind: the kernel that scores them. `rows` multiplies with what `extend` returns.
         needs_queries: summaries depend on the queries of the page's own tokens too: `represent` is
             called in place of `summarise`. Not with evictions, which mix pages, and drafts.
     """
@@ -37,7 +37,7 @@ class PageScorer(Component):
     section: ClassVar[str] = "attend.scorer"
     rows: ClassVar[int] = 1
     summary_kind: ClassVar[str | None] = None
-    score_kind: ClassVar[str] = "mean"
+    score_kind: ClassVar[str] = "rows"
     needs_queries: ClassVar[bool] = False
 
     @property
@@ -46,14 +46,17 @@ class PageScorer(Component):
         return self.rows
 
     @property
-    def score_kernel(self) -> str:
-        """Return the kernel that scores: `score_kind`, unless the scorer's settings decide."""
-        return self.score_kind
+    def products(self) -> int:
+        """Return how many products a query has with a summary, of which the largest counts.
+
+        The summary is cut into as many equal parts.
+        """
+        return 1
 
     @property
     def has_kernels(self) -> bool:
         """Whether kernels do what `summarise` and `extend` say."""
-        return self.summary_kind is not None or self.summary_rows == 0
+        return self.summary_kind is not None
 
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the summaries of pages: `[B, G, r * D]` float32.

@@ -10,7 +10,6 @@ from vllm_pyramid.policy.component import Component
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.eviction_batch import EvictionBatch
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -26,15 +25,12 @@ class Scorer(Component):
         needs_positions: `score` uses the positions of keys, which are known at a request's first
             eviction only: survivors do not remember theirs. (Positions of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).
-        needs_output: `score` looks through the layer's output projection
-            (`ScorerInputs.output_factors`).
         attention_mass: the scores are attention, so they are not negative and a key's share of a
             layer's sum is its share of the attention. Allocators that solve the lengths need this.
         not_negative: the scores are at least 0, and a key's share of its head's sum is what it
             gives of what its head gives.
         scores_sinks: the scores of the first `sinks` tokens say what they are worth, as others do.
         asked: the function that a user's class defines.
-        gives_statistics: `scores` can return the window's statistics with the scores.
         asks_ranks: `score` calls `ScorerInputs.mean_of_heads`, for which tensor-parallel ranks wait
             for one another.
         in_parts: a long request may be scored some KV heads at a time, so that the copies of its
@@ -47,11 +43,9 @@ class Scorer(Component):
     needs_queries: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
     needs_rotary: ClassVar[bool] = False
-    needs_output: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     not_negative: ClassVar[bool] = False
     scores_sinks: ClassVar[bool] = True
-    gives_statistics: ClassVar[bool] = False
     asks_ranks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     workspace_bytes: ClassVar[int] = 0
@@ -103,16 +97,11 @@ class Scorer(Component):
             return self.score(inputs)
         return torch.cat([self.score(part) for part in inputs.parts()])
 
-    def scores(
-        self, batch: EvictionBatch, *, statistics: bool = False
-    ) -> tuple[torch.Tensor, WindowStatistics | None]:
+    def scores(self, batch: EvictionBatch) -> torch.Tensor:
         """Return the scores of all requests that evict in a step: `[S, G, columns]` float32.
 
         A scorer with a kernel of its own overrides this, and keeps `score` as the reference that
         the kernel is tested against.
-
-        Args:
-            statistics: also return the window's; only for scorers with `gives_statistics`.
 
         Returns:
             Column i is the token in place i of the request's table; columns without a token, and
@@ -121,8 +110,7 @@ class Scorer(Component):
         Raises:
             ValueError: `score` returned another shape, another dtype or NaN.
         """
-        assert not statistics, f"{self.kind} gives no statistics"
-        return batch.score_each(self.kind, self.score_parts), None
+        return batch.score_each(self.kind, self.score_parts)
 
     def compiled(self, batch: EvictionBatch) -> torch.Tensor:
         """Score a made-up batch, whose cache holds anything, to compile what `scores` launches.
@@ -132,7 +120,7 @@ class Scorer(Component):
         import torch
 
         if type(self).scores is not Scorer.scores:
-            return self.scores(batch)[0]
+            return self.scores(batch)
         shape = len(batch.shortened), batch.call.key_cache.shape[1], batch.longest
         return torch.zeros(shape, device=batch.call.query.device)
 

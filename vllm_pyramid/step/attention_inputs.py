@@ -27,7 +27,6 @@ class AttentionInputs:
         softmax: the layer's softmax.
         ranks: the ranks that share the KV heads; None for one.
         rotary: the layer's rotary embedding; None where it has none or no scorer needs it.
-        output: `[H, K, D]`, see `ScorerInputs.output_factors`; None where no scorer needs it.
         offsets: `[R]` int32, the tokens in front of the first one of each row of the table; None
             where every row begins with the request's first token.
         log_sum_exp: `[T, H]` float32 of this attention, or None.
@@ -41,7 +40,6 @@ class AttentionInputs:
     softmax: Softmax
     ranks: Ranks | None = None
     rotary: Rotary | None = None
-    output: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     log_sum_exp: torch.Tensor | None = None
     rows: tuple[torch.Tensor, torch.Tensor] | None = None

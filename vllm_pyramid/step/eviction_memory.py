@@ -115,8 +115,7 @@ class EvictionMemory:
         """The sum of the parts; 0 for a policy that evicts nothing."""
         if not self.policy.evicts or not self.specs:
             return 0
-        parts = self.bytes_of_scores(), self.bytes_of_copies(), self.bytes_of_kernels()
-        return sum(parts) + self.bytes_of_output()
+        return self.bytes_of_scores() + self.bytes_of_copies() + self.bytes_of_kernels()
 
     def bytes_of_scores(self) -> int:
         """Return the bytes of a piece: its scores, what is selected by them, and its tables."""
@@ -155,12 +154,6 @@ class EvictionMemory:
         # Queries and a tile of products; keys to select from, and as many that are left of them.
         of_thread = 4 * rows * (size + _TILE) + 8 * (self.longest + 1) + 2**20
         return 5 * (self.threads * of_thread + LOGITS_BYTES * (rows > 0)) // 4
-
-    def bytes_of_output(self) -> int:
-        """Return the bytes of all layers' output factors, `[H, D, D]` each."""
-        if not self.policy.scorer.needs_output:
-            return 0
-        return sum(4 * self.num_heads * spec.head_size**2 for spec in self.specs)
 
     def _numbers(self, num_kv_heads: int) -> int:
         """Return the most padded scores of a piece."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.eviction_batch import WrongResultError, check_scores, check_selection
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -79,8 +78,6 @@ def _probe(policy: Policy, inputs: ScorerInputs) -> None:
 def _check_parts(policy: Policy, inputs: ScorerInputs, scores: torch.Tensor) -> None:
     """Raise WrongResultError if the scorer says `in_parts` and mixes KV heads."""
     parts = replace(inputs, heads_at_once=1).parts()
-    if type(policy.scorer).score_parts is not Scorer.score_parts:
-        return  # it combines the parts itself
     found = torch.cat([part for view in parts if (part := policy.scorer.probed(view)) is not None])
     if not torch.allclose(found, scores, rtol=1e-3, atol=1e-5):
         raise WrongResultError(
@@ -94,9 +91,7 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
     source = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 1, num_kv_heads, tokens, head_size, generator=source)
     angles = torch.rand(tokens + 1, head_size // 2, generator=source)
-    scorer, output = policy.scorer, None
-    if scorer.needs_output:
-        output = torch.randn(num_heads, head_size, head_size, generator=source)
+    scorer = policy.scorer
     count = max(policy.window, 1) if scorer.needs_queries else 1
     return ScorerInputs.of_tensors(
         torch.randn(count, num_heads, head_size, generator=source),
@@ -105,6 +100,5 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
         sinks=policy.sinks,
         rotary=Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1)),
         knows_rotary=scorer.needs_rotary,
-        output=output,
         asks_ranks=scorer.asks_ranks,
     )

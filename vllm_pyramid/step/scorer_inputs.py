@@ -49,7 +49,6 @@ class ScorerInputs:
         last_position: position of the last query. prompt_len: tokens of the prompt.
         rotary: the layer's rotary embedding; None where it has none.
         knows_rotary: whether `rotary` is set where the layer has one; see `Scorer.needs_rotary`.
-        output: `[H, K, D]` float32, see `output_factors`; None where no scorer needs it.
         ranks: the ranks that share the heads; None for one.
         heads_at_once: KV heads of which copies are made at a time; see `parts`.
     """
@@ -80,7 +79,6 @@ class ScorerInputs:
     prompt_len: int = 0
     rotary: Rotary | None = None
     knows_rotary: bool = False
-    output: torch.Tensor | None = None
     ranks: Ranks | None = None
     asks_ranks: bool = False
     heads_at_once: int | None = None
@@ -165,7 +163,6 @@ class ScorerInputs:
             prompt_len=prompt_len,
             rotary=call.rotary,
             knows_rotary=policy.scorer.needs_rotary,
-            output=call.output,
             ranks=call.ranks,
             asks_ranks=policy.scorer.asks_ranks,
             heads_at_once=heads_at_once(
@@ -186,7 +183,6 @@ class ScorerInputs:
     def _part(self, heads: slice) -> Self:
         queries = slice(heads.start * self.group, heads.stop * self.group)
         key_scales, value_scales, sinks = self.key_scales, self.value_scales, self.logit_sinks
-        output = self.output
         return replace(
             self,
             num_query_heads=queries.stop - queries.start,
@@ -198,7 +194,6 @@ class ScorerInputs:
             key_scales=None if key_scales is None else key_scales[:, heads],
             value_scales=None if value_scales is None else value_scales[:, heads],
             logit_sinks=None if sinks is None else sinks[queries],
-            output=None if output is None else output[queries],
         )
 
     def _gather(
@@ -335,23 +330,6 @@ class ScorerInputs:
         positions = torch.arange(first, first + count, device=queries.device)
         cos, sin = self.rotary.at(positions.clamp(max=len(self.rotary.cos_sin) - 1))
         return self.rotary.turn(queries, cos[:, None], sin[:, None])
-
-    @property
-    def output_factors(self) -> torch.Tensor:
-        """`[H, K, D]` float32: behind a head's factor x has the norm of its part of the output.
-
-        With W `[C, D]` the columns of the layer's output projection that a query head feeds, the
-        factor R is the one of K = min(C, D) rows for which `R x` and `W x` have the same norm.
-
-        Raises:
-            ValueError: the scorer does not say that it needs the output projection.
-        """
-        if self.output is None:
-            raise ValueError(
-                "a scorer looks through the output projection: declare `needs_output = True` in "
-                "its class"
-            )
-        return self.output
 
     def mean_of_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean over all query heads of all ranks: `[H, T]` to `[T]`.

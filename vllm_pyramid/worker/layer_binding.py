@@ -12,11 +12,8 @@ from vllm.config import VllmConfig
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.head_lanes import HeadLanes
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
-from vllm_pyramid.compat.output_projection import output_weights
 from vllm_pyramid.compat.runner import attention_layer, rotary_of_layer
 from vllm_pyramid.policy.policy import Policy
-from vllm_pyramid.policy.scorer import Scorer
-from vllm_pyramid.step.output_factors import output_factors
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
@@ -73,7 +70,6 @@ class LayerBinding:
                 trace,
                 deferred=deferred,
                 lanes=lanes,
-                output=self._output_for_scorers(name),
             )
             for name, spec in self._layers.evicting.items()
         }
@@ -102,26 +98,6 @@ class LayerBinding:
             )
             for context in self.contexts.values():
                 context.shifted = shifted
-
-    def _output_for_scorers(self, name: str) -> torch.Tensor | None:
-        """Return the factors of a layer's output projection, where a scorer needs them.
-
-        Raises:
-            ValueError: the projection cannot be had.
-        """
-        policy = self._tracker.policy
-        scorers = _scorers(policy, lambda scorer: scorer.needs_output)
-        if not scorers:
-            return None
-        layer = attention_layer(self._config, name)
-        try:
-            weights = output_weights(self._get_model(), name, layer.num_heads, layer.head_size)
-        except ValueError as error:
-            raise ValueError(
-                f"policy {policy.name!r} has the scorer {scorers[0].kind!r}, which looks through "
-                f"the output projection: {error}"
-            ) from error
-        return output_factors(weights)
 
     def _bind_layer(self, name: str, context: LayerContext, group: Any) -> None:
         impl = attention_layer(self._config, name).impl
@@ -214,19 +190,14 @@ def check_lanes(name: str, impl: Any) -> None:
         )
 
 
-def _scorers(policy: Policy, needs: Callable[[Scorer], bool]) -> list[Scorer]:
-    """Return those of a policy's scorers that need something, at the prompt's end first."""
-    policies = [policy] if policy.inner_policy is None else [policy, policy.inner_policy]
-    return [part.scorer for part in policies if needs(part.scorer)]
-
-
 def rotary_for_scorers(policy: Policy, model: torch.nn.Module, name: str) -> Rotary | None:
     """Return the rotary embedding of a layer, where a scorer of the policy needs it.
 
     Raises:
         ValueError: scorers cannot undo the layer's embedding.
     """
-    scorers = _scorers(policy, lambda scorer: scorer.needs_rotary)
+    policies = [policy] if policy.inner_policy is None else [policy, policy.inner_policy]
+    scorers = [part.scorer for part in policies if part.scorer.needs_rotary]
     if not scorers:
         return None
     try:

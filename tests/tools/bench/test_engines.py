@@ -126,7 +126,7 @@ def test_decode_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     # Stock vLLM has no attention for the CPU in its CUDA wheel.
     stock = ["stock"] if is_cpu_build() else []
     selecting = tmp_path / "half.yaml"
-    attend = {"kind": "pages", "budget": 256, "dense_layers": 1, "scorer": "mean"}
+    attend = {"kind": "pages", "budget": 256, "dense_layers": 1, "scorer": "box"}
     selecting.write_text(
         yaml.safe_dump({"name": "half", "budget": "100%", "scorer": "none", "attend": attend})
     )
@@ -166,7 +166,7 @@ def test_pages_that_are_all_read_are_no_selection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     selecting = tmp_path / "all.yaml"
-    attend = {"kind": "pages", "budget": 4096, "dense_layers": 1, "scorer": "mean"}
+    attend = {"kind": "pages", "budget": 4096, "dense_layers": 1, "scorer": "box"}
     selecting.write_text(
         yaml.safe_dump({"name": "all", "budget": "100%", "scorer": "none", "attend": attend})
     )

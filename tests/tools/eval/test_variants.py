@@ -36,10 +36,10 @@ def test_labels_tell_variants_apart() -> None:
     assert labels == ["xkv", "xkv(window=4)", "xkv(fill_blocks=false)"]
     # One policy however it is written, once.
     (nested,) = parse(
-        'snapkv:{"allocator":{"kind":"geometric","beta":9},"window":4},'
-        'snapkv:{"window":4,"allocator.beta":9,"allocator.kind":"geometric"}'
+        'snapkv:{"allocator":{"kind":"arithmetic","beta":9},"window":4},'
+        'snapkv:{"window":4,"allocator.beta":9,"allocator.kind":"arithmetic"}'
     )
-    assert nested.label == "snapkv(allocator.beta=9, allocator.kind=geometric, window=4)"
+    assert nested.label == "snapkv(allocator.beta=9, allocator.kind=arithmetic, window=4)"
 
 
 def test_variants_that_say_where_turns_ended() -> None:

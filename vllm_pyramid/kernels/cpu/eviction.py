@@ -26,7 +26,6 @@ from vllm_pyramid.kernels.cpu.structs import (
     PyrSelect,
     packer,
 )
-from vllm_pyramid.kernels.recall import WindowStatistics
 from vllm_pyramid.kernels.records import (
     GQA_REDUCTIONS,
     POOLINGS,
@@ -50,32 +49,7 @@ def window_scores(
     *,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Score in C++, without statistics."""
-    return _window_scores(batch, softmax, reduction, log_sum_exp, None)
-
-
-def window_scores_and_statistics(
-    batch: WindowBatch,
-    softmax: Softmax,
-    reduction: Reduction,
-    *,
-    log_sum_exp: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, WindowStatistics]:
-    """Score in C++, which computes the statistics from the mass of each head in passing."""
-    shape = (3, batch.prompt_lens.shape[0], batch.key_cache.shape[1])
-    numbers = torch.empty(shape, dtype=torch.float32)
-    scores = _window_scores(batch, softmax, reduction, log_sum_exp, numbers)
-    return scores, WindowStatistics(*numbers)
-
-
-def _window_scores(
-    batch: WindowBatch,
-    softmax: Softmax,
-    reduction: Reduction,
-    log_sum_exp: torch.Tensor | None,
-    statistics: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the scores, and write `statistics`, `[3, R, G]` float32, if given."""
+    """Score all KV heads of all requests, in parallel over chunks of keys."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     prompt_lens, window = batch.prompt_lens, batch.window
     key_strides = check_cache("key_cache", key_cache)
@@ -94,7 +68,6 @@ def _window_scores(
     out = torch.empty((requests, kv_heads, longest - window), dtype=torch.float32)
     record = _pack_scores(
         out.data_ptr(),
-        0 if statistics is None else statistics.data_ptr(),
         lse_address(log_sum_exp, query),
         query.data_ptr(),
         key_cache.data_ptr(),

@@ -24,7 +24,6 @@ from vllm_pyramid.kernels.cpu.eviction import (
     recent_mass,
     select,
     window_scores,
-    window_scores_and_statistics,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
 from vllm_pyramid.kernels.cpu.pages import score_pages, select_pages, summarise_pages
@@ -48,7 +47,6 @@ __all__ = [
     "summarise_pages",
     "topn_attention",
     "window_scores",
-    "window_scores_and_statistics",
     "write_rows",
 ]
 

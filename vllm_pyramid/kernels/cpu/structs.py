@@ -68,7 +68,7 @@ class PyrShared(ctypes.Structure):
 
 class PyrScores(ctypes.Structure):
     _fields_ = [
-        *_pointers("out statistics log_sum_exp query key table query_ends prompt_lens sinks"),
+        *_pointers("out log_sum_exp query key table query_ends prompt_lens sinks"),
         *_integers("query_dtype cache_dtype sinks_dtype"),
         *_integers("T H G D N P R M out_len"),
         *_integers("query_t query_h key_p key_g key_n table_r"),

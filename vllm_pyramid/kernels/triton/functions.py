@@ -35,7 +35,6 @@ from vllm_pyramid.kernels.triton.tiles import Workspace
 from vllm_pyramid.kernels.triton.topn_launch import topn_attention
 from vllm_pyramid.kernels.triton.window_scores_launch import (
     window_scores,
-    window_scores_and_statistics,
 )
 
 __all__ = [
@@ -55,7 +54,6 @@ __all__ = [
     "summarise_pages",
     "topn_attention",
     "window_scores",
-    "window_scores_and_statistics",
     "write_rows",
 ]
 

@@ -66,8 +66,7 @@ def summarise_pages_kernel(
         two = tl.sqrt(tl.sum(apart * apart, 0) / count)
     dtype = summaries.dtype.element_ty
     tl.store(target, one.to(dtype), mask=dims < HEAD_SIZE)
-    if KIND != "mean":
-        tl.store(target + HEAD_SIZE, two.to(dtype), mask=dims < HEAD_SIZE)
+    tl.store(target + HEAD_SIZE, two.to(dtype), mask=dims < HEAD_SIZE)
 
 
 @triton.jit
@@ -115,7 +114,7 @@ def page_logits_kernel(
     """
     s = tl.program_id(0) // NUM_KV_HEADS
     g = tl.program_id(0) % NUM_KV_HEADS
-    first, visible, hidden = pages_seen(positions, skips, s, BLOCK_SIZE)
+    first, visible, _ = pages_seen(positions, skips, s, BLOCK_SIZE)
     candidates = visible - 1
     begin = tl.program_id(1) * BLOCK_P
     if begin >= candidates:
@@ -152,12 +151,9 @@ def page_logits_kernel(
     for i in range(num_rows):
         k = tl.load(entries + i * stride_pool_row, mask=dim_mask, other=0.0).to(q.dtype)
         products = dot(q, tl.trans(k))
-        if (KIND == "box") | (KIND == "spread"):
+        if KIND != "rows":
             k = tl.load(entries + HEAD_SIZE, mask=dim_mask, other=0.0).to(q.dtype)
             products += dot(second, tl.trans(k))
-        if KIND == "exact":
-            seen = (columns > 0) | (i >= hidden)
-            products = tl.where(seen[None, :], products, float("-inf"))
         best = tl.maximum(best, products)
     best *= scale
     if HAS_SOFT_CAP:

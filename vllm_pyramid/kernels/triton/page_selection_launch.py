@@ -89,7 +89,7 @@ def score_pages(
     size = 4 if in_float32 else batch.query.element_size()
     config = decode_config(head_size, size, group)
     block_p = config.pop("BLOCK_K")
-    block_p = block_p if kind in ("mean", "exact", "rows") else max(16, block_p // 2)
+    block_p = block_p if kind == "rows" else max(16, block_p // 2)
     entries = pool if pool.dim() == 4 else pool[:, :, None]
     logits = torch.empty((rows, num_heads, columns), dtype=torch.float32, device=device)
     numbers = (batch.requests, batch.positions, batch.skips)

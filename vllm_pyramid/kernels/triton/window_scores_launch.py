@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.kernels.recall import WindowStatistics, window_statistics
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.reference_mass import check_lse, check_some_requests
 from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table
@@ -32,22 +31,6 @@ def window_scores(
     """Score by the mass kernels, then pool; `log_sum_exp` may have any strides."""
     mass = _window_mass(batch, softmax, reduction.gqa_reduce, log_sum_exp)
     return _pooled(mass, batch, reduction)
-
-
-def window_scores_and_statistics(
-    batch: WindowBatch,
-    softmax: Softmax,
-    reduction: Reduction,
-    *,
-    log_sum_exp: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, WindowStatistics]:
-    """Score as `window_scores` does, and let PyTorch compute the statistics of the unpooled mass.
-
-    A prompt needs them once, at its end, so they have no kernel. Nothing is read back.
-    """
-    mass = _window_mass(batch, softmax, reduction.gqa_reduce, log_sum_exp)
-    statistics = window_statistics(mass, batch.prompt_lens, window=batch.window)
-    return _pooled(mass, batch, reduction), statistics
 
 
 def _window_mass(

@@ -20,7 +20,6 @@ from vllm_pyramid.plan import DeferredPlan
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
 
 if TYPE_CHECKING:
-    from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.methods.adaptive_heads import SolvedHeads
     from vllm_pyramid.policy.policy import Policy
 
@@ -57,7 +56,7 @@ class HeadSolver(CacheHooks, EvictionHooks):
         entries = -(-longest // min(spec.block_size for spec in self._context.specs))
         return self.together * (_BYTES_OF_A_CHOICE * longest + 4 * rows * entries)
 
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+    def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what the policy's heads measure of one head."""
         return self.heads.evidence(scores, self.policy.sinks)
 

@@ -21,8 +21,6 @@ import numpy as np
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, SerializeAsAny
 
 from vllm_pyramid.methods.pages.box import BoxScorer
-from vllm_pyramid.methods.pages.exact import ExactScorer
-from vllm_pyramid.methods.pages.mean import MeanScorer
 from vllm_pyramid.methods.pages.representative import RepresentativeScorer
 from vllm_pyramid.methods.pages.spread import SpreadScorer
 from vllm_pyramid.plan import Budget, IntArray
@@ -39,14 +37,7 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
-__all__ = [
-    "BoxScorer",
-    "ExactScorer",
-    "MeanScorer",
-    "RepresentativeScorer",
-    "SelectPages",
-    "SpreadScorer",
-]
+__all__ = ["BoxScorer", "RepresentativeScorer", "SelectPages", "SpreadScorer"]
 
 _LAST = 2**31
 
@@ -143,7 +134,7 @@ class SelectPages(Attend):
         if not isinstance(self.allocator, CurveAllocator):
             raise ValueError(
                 f"policy {policy.name!r}: attend.allocator {self.allocator.kind!r} does not divide "
-                "a number of tokens; choose uniform, arithmetic, geometric, exponential or shares"
+                "a number of tokens; choose uniform, arithmetic or shares"
             )
         self.check_own_budget(self.budget)
         reason = None

@@ -47,8 +47,8 @@ def compile_kernels(
     scores = ops.score_pages(
         rows,
         inputs.softmax,
-        summaries.multiplied(inputs),
-        kind=scorer.score_kernel,
+        summaries.multiplied(),
+        kind=scorer.score_kind,
         combine=selection.combine,
         out=torch.empty(1, heads, most, device=device),
     )

@@ -32,7 +32,7 @@ def check_config(policy: Policy, config: VllmConfig) -> None:
     if not on_cpu and (scorer.needs_queries or not scorer.has_kernels):
         reason = (
             f"has the page scorer {scorer.kind!r}, which runs in PyTorch and would wait for the "
-            "device in each step: choose attend.scorer spread, box or mean, or serve on a CPU"
+            "device in each step: choose attend.scorer spread or box, or serve on a CPU"
         )
     elif not on_cpu and speculation is not None:
         reason = (

@@ -39,8 +39,9 @@ class RepresentativeScorer(PageScorer):
         return 1 if self.reduce == "sum" else self.count
 
     @property
-    def score_kernel(self) -> str:
-        return "mean" if self.reduce == "sum" else "rows"
+    def products(self) -> int:
+        """Return one product with the mean; or with each key, of which the largest counts."""
+        return self.summary_rows
 
     @property
     def has_kernels(self) -> bool:

@@ -53,12 +53,10 @@ class Summaries:
         """Copy the summaries of some blocks to others."""
         self.rows[targets] = self.rows[sources]
 
-    def multiplied(self, inputs: AttentionInputs) -> torch.Tensor:
+    def multiplied(self) -> torch.Tensor:
         """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
-        if not self._scorer.summary_rows:
-            return inputs.key_cache
-        if self._scorer.score_kernel == "rows":
-            return self.rows.unflatten(2, (self._scorer.summary_rows, self._head_size))
+        if self._scorer.score_kind == "rows":
+            return self.rows.unflatten(2, (self._scorer.products, -1))
         return self.rows
 
     def extend(self, query: torch.Tensor) -> torch.Tensor:
@@ -90,7 +88,7 @@ class Summaries:
             starts, ends = filled.starts[inputs.layer], filled.ends[inputs.layer]
             skips = inputs.batch.skips[: len(pages.starts)]
             self._add_ranges(inputs, table, starts, ends, skips, filled.max_pages)
-        elif self._scorer.summary_rows:
+        else:
             blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)]
             self._add_blocks(inputs, blocks.long(), queries)
 
@@ -118,8 +116,6 @@ class Summaries:
         Raises:
             ValueError: the scorer's own method returned another shape, another type or NaN.
         """
-        if not self._scorer.summary_rows:
-            return
         starts, ends = batch.lens - batch.keeps, batch.lens
         if self._scorer.summary_kind is not None:
             first = (batch.host_lens - batch.host_keeps) // block_size

@@ -226,8 +226,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return inputs.ops.score_pages(
             pages,
             inputs.softmax,
-            self.summaries.multiplied(inputs),
-            kind=self.scorer.score_kernel,
+            self.summaries.multiplied(),
+            kind=self.scorer.score_kind,
             combine=self.selection.combine,
             out=out,
         )

@@ -3,7 +3,7 @@
 
 What happens where (S prompts end in a step, L layers):
 
-    every layer      evidence(scores, statistics)      [S, ...]   from this rank's KV heads
+    every layer      evidence(scores)                  [S, ...]   from this rank's KV heads
     after the last   summed over the ranks             [L, S, ...]
     a request        measures(evidence)                [L]        on the device
     a step           all measures are read back        [S, L]     the only copy to the host
@@ -34,7 +34,6 @@ from vllm_pyramid.policy.allocator import (
 if TYPE_CHECKING:
     import torch
 
-    from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
 
@@ -48,7 +47,6 @@ class SolvingAllocator(Allocator):
         sample_share: share of the requests of each application that are solved, above 0, below 1.
 
     Class attributes:
-        needs_statistics: `evidence` wants the window's statistics.
         sees_tokens: `evidence` has a number for each token, not only one for each layer.
     """
 
@@ -56,7 +54,6 @@ class SolvingAllocator(Allocator):
     sample_share: float | None = Field(default=None, gt=0.0, lt=1.0)
 
     solves: ClassVar[bool] = True
-    needs_statistics: ClassVar[bool] = False
     sees_tokens: ClassVar[bool] = False
 
     @model_validator(mode="after")
@@ -94,12 +91,6 @@ class SolvingAllocator(Allocator):
             raise ValueError(
                 f"policy {policy.name!r} has the allocator {self.kind!r}, which solves the lengths "
                 f"once, at the prompt's end: {ignored} would have no effect; leave it out"
-            )
-        if self.needs_statistics and not policy.scorer.gives_statistics:
-            raise ValueError(
-                f"policy {policy.name!r} has the allocator {self.kind!r}, which needs the entropy "
-                f"or inequality of the attention, and its scorer {policy.scorer.kind!r} gives "
-                "none: choose the scorer observation_window"
             )
 
     def check_calibration(self, policy: Policy) -> None:
@@ -154,12 +145,11 @@ class SolvingAllocator(Allocator):
         return SampledShares(self, num_layers) if self.samples else None
 
     @abstractmethod
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+    def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what a layer says, summed over this rank's KV heads: `[S, ...]` floating point.
 
         Args:
             scores: `[S, G, n]` of `window_scores`, -inf behind a prompt's context.
-            statistics: of the same window, if `needs_statistics`.
         """
 
     @abstractmethod
@@ -203,7 +193,7 @@ class GlobalAllocator(SolvingAllocator):
     def sets_total(self) -> bool:
         return self.retention is not None
 
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+    def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         from vllm_pyramid.kernels.solve import sum_of_heads
 
         return sum_of_heads(scores)
@@ -259,36 +249,7 @@ class NeededTokensAllocator(SharingAllocator):
     mass: float = Field(default=0.9, gt=0.0, le=1.0)
     floor: float = Field(default=0.25, ge=0.0, le=1.0)
 
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+    def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         from vllm_pyramid.kernels.solve import minimum_budgets, sum_of_heads
 
         return sum_of_heads(minimum_budgets(scores.clamp(min=0.0), self.mass).double())
-
-
-class EntropyAllocator(SharingAllocator):
-    """Give layers tokens in proportion to the entropy of their attention (PyramidKV, Table 4)."""
-
-    kind: Literal["entropy"] = "entropy"
-    needs_statistics: ClassVar[bool] = True
-
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        from vllm_pyramid.kernels.solve import sum_of_heads
-
-        assert statistics is not None
-        return sum_of_heads(statistics.entropy.double())
-
-
-class GiniAllocator(SharingAllocator):
-    """Give layers tokens in proportion to the Gini coefficient of their attention.
-
-    PyramidKV compares it by name (arXiv:2406.02069, Table 4).
-    """
-
-    kind: Literal["gini"] = "gini"
-    needs_statistics: ClassVar[bool] = True
-
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        from vllm_pyramid.kernels.solve import sum_of_heads
-
-        assert statistics is not None
-        return sum_of_heads(statistics.gini.double())

@@ -20,7 +20,6 @@ from vllm_pyramid.plan import DeferredPlan
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
 
 if TYPE_CHECKING:
-    from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.methods.solved import SolvingAllocator
     from vllm_pyramid.policy.policy import Policy
 
@@ -38,7 +37,6 @@ class LayerSolver(CacheHooks, EvictionHooks):
     def __init__(self, policy: Policy, solver: SolvingAllocator, context: WorkerContext) -> None:
         self.policy, self.solver = policy, solver
         self.ranks, self.allow_device_sync = context.ranks, context.allow_device_sync
-        self.needs_statistics = solver.needs_statistics
         self._context = context
 
     def bytes_per_block(self) -> int:
@@ -60,8 +58,8 @@ class LayerSolver(CacheHooks, EvictionHooks):
         solving = _BYTES_OF_A_SHARE * longest * self.solver.sees_tokens
         return self._context.num_layers * (solving + 4 * rows * entries)
 
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
-        return self.solver.evidence(scores, statistics)
+    def evidence(self, scores: torch.Tensor) -> torch.Tensor:
+        return self.solver.evidence(scores)
 
     def solve(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from vllm_pyramid.kernels.recall import WindowStatistics
     from vllm_pyramid.plan import DeferredPlan
     from vllm_pyramid.step.attention_inputs import AttentionInputs
     from vllm_pyramid.step.eviction_batch import EvictionBatch
@@ -33,13 +32,11 @@ class EvictionHooks(WorkerHooks):
 
     Attributes:
         inside: the hooks score evictions inside prompts, not those at their ends and later.
-        needs_statistics: `evidence` wants statistics of the window's attention.
         together: L, the layers in a row that share a part of the total; 0: all layers share it.
     """
 
     inside: bool = False
     together: int = 0
-    needs_statistics: bool = False
 
     def score(self, batch: EvictionBatch) -> torch.Tensor | None:
         """Return scores from what was gathered, as of `Scorer.scores`; None: the scorer scores.
@@ -69,14 +66,13 @@ class EvictionHooks(WorkerHooks):
     def after_eviction(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
         """Look at a layer that has evicted from all requests whose plans are not deferred."""
 
-    def evidence(self, scores: torch.Tensor, statistics: WindowStatistics | None) -> torch.Tensor:
+    def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what a layer says about the lengths: `[S, ...]`, from this rank's KV heads.
 
         Called only where `solve` is overridden.
 
         Args:
             scores: `[S, G, columns]` of the window, -inf behind each prompt's context.
-            statistics: of the window, with `needs_statistics`.
         """
         raise NotImplementedError
 
