@@ -7,7 +7,8 @@ Target: `InputProcessor.assign_request_id`, `OutputProcessor.add_request`, `.pro
 replayed with the whole cache (--kv-shadow). Remove when a plugin can see finished requests.
 
 A note of a request follows the engine's own id, never the client's, which two requests may share:
-it is kept by object until vLLM has given the id, and then with the state that ends with the request.
+it is kept by object until vLLM has given the id, and then with the state that ends with the
+request.
 """
 
 from __future__ import annotations

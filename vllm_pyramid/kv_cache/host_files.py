@@ -19,15 +19,12 @@ tokens: model, type and layout of the cache, versions. Files of other namespaces
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import stat
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
@@ -38,12 +35,14 @@ from vllm_pyramid.compat.side_channel import FileOrders, FileSave
 from vllm_pyramid.kv_cache.bundle_file import (
     BundleFile,
     DamagedFileError,
+    FileCounters,
     file_bytes,
     part_path,
     read_file,
 )
 from vllm_pyramid.kv_cache.bundles import BlockBundle
-from vllm_pyramid.kv_cache.old_files import SUFFIX, OldFiles
+from vllm_pyramid.kv_cache.locked_folder import lock_folder
+from vllm_pyramid.kv_cache.old_files import SUFFIX, OldFiles, unlink
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -54,24 +53,6 @@ _PER_STEP = 64
 # Bundles that this engine has used and knows by name, and those whose files it has removed.
 MOST_KNOWN = 1 << 17
 _MOST_GONE = 1 << 14
-
-
-@dataclass(slots=True)
-class FileCounters:
-    """Counters of the files since the start.
-
-    Attributes:
-        ordered, read: bytes that the worker was told to write, and bytes that were read.
-        damaged: files that could not be read as what they should hold.
-        unwritten: files that could not be written.
-        evictions: files that had to go, for lack of room.
-    """
-
-    ordered: int = 0
-    read: int = 0
-    damaged: int = 0
-    unwritten: int = 0
-    evictions: int = 0
 
 
 class HostFiles:
@@ -140,44 +121,12 @@ class HostFiles:
     def _prepare(self, patience: float) -> bool:
         """Make the folder and lock it; return whether files can be written."""
         try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_owner()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-            self._lock = os.fdopen(os.open(self._root / "lock", flags, 0o600), "wb")
-            self._wait_for(self._lock, patience)
+            self._lock = lock_folder(self._root, patience)
             self._own.mkdir(mode=0o700, exist_ok=True)
         except OSError as problem:
             self._tell("unwritten", f"the folder cannot be written to: {problem}")
             return False
         return True
-
-    def _check_owner(self) -> None:
-        found = self._root.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise ValueError(
-                f"--kv-host-cache-dir: {self._root} must be a folder of the user of this process, "
-                "since its files are read as KV: choose another folder"
-            )
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            raise ValueError(
-                f"--kv-host-cache-dir: {self._root} holds the KV of prompts and is open to other "
-                "users: chmod 700, or choose another folder"
-            )
-
-    def _wait_for(self, lock: BinaryIO, patience: float) -> None:
-        end = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise ValueError(
-                        f"--kv-host-cache-dir: another engine uses {self._root}: give each engine "
-                        "a folder of its own"
-                    ) from None
-                time.sleep(0.2)
-            else:
-                return
 
     def _count_some(self) -> None:
         """Count files of earlier engines for a while; steps count the others."""
@@ -332,11 +281,15 @@ class HostFiles:
         loaded.
         """
         if self._is_open and self._writes:
-            count = self._unlink_all()
+            paths = [
+                f"{folder}/{name}" for folder, _, names in os.walk(self._own) for name in names
+            ]
+            for path in paths:
+                unlink(path)
             logger.warning(
                 "kv-host-cache-dir: the prefix cache was reset, so %d files were removed, and the "
                 "folder is not used until the next start",
-                count,
+                len(paths),
             )
             self._removed += self._known  # once more, behind what is being written
         self._writes = self._is_open = False
@@ -344,15 +297,6 @@ class HostFiles:
         self._known_bytes = 0
         self._old.stop()
         self._saved.clear()
-
-    def _unlink_all(self) -> int:
-        """Remove all files of this namespace; return how many there were."""
-        count = 0
-        for folder, _, names in os.walk(self._own):
-            for name in names:
-                _unlink(f"{folder}/{name}")
-            count += len(names)
-        return count
 
     def _make_room(self, size: int) -> bool:
         """Remove files until `size` more bytes are within the limit.
@@ -372,7 +316,7 @@ class HostFiles:
                 path, ours = next(iter(self._known)), True
             self.counters.evictions += 1
             if not ours:
-                _unlink(path)
+                unlink(path)
                 continue
             self._drop(path)
             if self._saved.pop(path, None) is None:
@@ -388,7 +332,7 @@ class HostFiles:
 
     def _unlink_parts(self, path: str) -> None:
         for part in range(len(self._parts)):
-            _unlink(part_path(path, part))
+            unlink(part_path(path, part))
 
     def _path(self, name: bytes) -> str:
         digest = sha256(name).hexdigest()
@@ -399,8 +343,3 @@ class HostFiles:
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("kv-host-cache-dir: %s (a miss; later ones are only counted)", text)
-
-
-def _unlink(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)

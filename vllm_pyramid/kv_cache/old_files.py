@@ -164,20 +164,20 @@ class OldFiles:
             return
         if rest.endswith(TEMPORARY):
             if self._removes and not self.is_counted:
-                _unlink(path)
+                unlink(path)
             return
         if rest and not rest[1:].isdecimal():
             return
         ours = self._folder.startswith(self._own + "/")
         if ours and rest:
             if self._removes and not os.path.lexists(first):
-                _unlink(path)  # its first part is missing
+                unlink(path)  # its first part is missing
             return
         size = self._size(path, self._parts if ours else 1)
         if size is None:
             if ours and self._removes:  # a rank was killed before it had written its part
                 for part in range(self._parts):
-                    _unlink(part_path(path, part))
+                    unlink(part_path(path, part))
             return
         with suppress(OSError):
             used = os.lstat(path).st_mtime
@@ -206,6 +206,7 @@ def _names_in(folder: str) -> list[str]:
         return []
 
 
-def _unlink(path: str) -> None:
+def unlink(path: str) -> None:
+    """Remove a file, if that can be done."""
     with suppress(OSError):
         os.unlink(path)

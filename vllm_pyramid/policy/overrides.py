@@ -53,7 +53,7 @@ def parse_overrides(value: object) -> tuple[str, ...]:
 class Layers(NamedTuple):
     """The layers that evict: how many, and the tokens of a block (the largest if they differ)."""
 
-    count: int
+    number: int
     block_size: int
 
 
