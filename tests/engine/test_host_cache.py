@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.engine.support import (
 )
 from tests.plumbing.children import Child
 from tests.plumbing.children import greedy as plain_greedy
+from vllm_pyramid.kv_cache import host_cache
 
 pytestmark = pytest.mark.engine
 
@@ -139,11 +141,16 @@ def test_a_prefix_comes_back_to_the_byte(
 
 @pytest.mark.parametrize("kind", ["spread", "box of an evicted fp8 cache"])
 def test_a_prefix_comes_back_with_its_summaries(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, kind: str
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     """Tokens behind it read the same pages, wherever it was found: in which memory, or in a file.
 
-    Bit for bit: of the device, of the host, and of an engine that is started on the other's files.
+    Bit for bit: of the device, of the host, and of an engine that is started on the other's files,
+    which reads a bundle in a step while the request waits.
     """
     attend = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
     own: dict[str, Any] = {"kv_policy": "select", "dtype": "float32"}
@@ -164,9 +171,9 @@ def test_a_prefix_comes_back_with_its_summaries(
     engine = engines.get(tiny_model("mistral"), max_num_seqs=8, **settings)
     check = SummaryCheck()
 
-    def ask_again() -> tuple[Outcome, list[Any]]:
+    def ask_again(on_step: Callable[[Engine], None] = check) -> tuple[Outcome, list[Any]]:
         with pages_read(engine) as pages:
-            (outcome,) = engine.run([Job(prompt, greedy(30, logprobs=2))], check)
+            (outcome,) = engine.run([Job(prompt, greedy(30, logprobs=2))], on_step)
         return outcome, [pages[key] for key in sorted(pages, key=lambda key: key[1:])]
 
     first, _ = ask_again()
@@ -182,7 +189,16 @@ def test_a_prefix_comes_back_with_its_summaries(
     engine.check_whole()
     push_out(engine)  # what was kept on the device is in the host, and so in a file
     engine = engines.get(tiny_model("mistral"), max_num_seqs=7, **settings)
-    restarted = ask_again()
+    monkeypatch.setattr(host_cache, "MOST_READ", 1)
+    steps = [0]
+
+    def count(engine: Engine) -> None:
+        check(engine)
+        steps.append(totals(engine)["file_bytes_read"])
+
+    restarted = ask_again(count)
+    of_steps = [now - before for before, now in pairwise(steps)]
+    assert max(of_steps) <= LAYERS * moved and sum(map(bool, of_steps)) == found // BLOCK
     assert totals(engine)["file_bytes_read"] > 0
     assert check.pages > 1000
     for outcome, pages in (host, restarted):

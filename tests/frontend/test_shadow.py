@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from vllm.sampling_params import SamplingParams
 
 from tests.frontend.test_overrides import served
 from vllm_pyramid.compat.finished_requests import FinishedRequest
 from vllm_pyramid.frontend import shadow as module
+from vllm_pyramid.frontend import shadow_metrics
 from vllm_pyramid.frontend.sessions import NO_TENANT, Key
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.frontend.shadow import APPLICATION_KEY, Shadow, can_be_compared
 from vllm_pyramid.frontend.shadow_judge import MIN_COMPARISONS, WINDOW, Comparison, ShadowJudge
+from vllm_pyramid.frontend.shadow_metrics import MAX_LABELS, Labels
+from vllm_pyramid.policy.limits import MAX_APPLICATIONS
 from vllm_pyramid.policy.request import check_request
 
 pytestmark = pytest.mark.cpu
@@ -174,8 +179,8 @@ def test_a_replay_waits_for_an_idle_engine_and_gives_way(monkeypatch: pytest.Mon
         engine.output_processor.request_states["other"] = object()
         send(known, request("a", {"kv_application": "mail"}))
         report = {"evicted_tokens": 5}
-        known.on_finished(FinishedRequest("a", [1] * 400, [2] * 41, -41 * 0.25, report))
-        known.on_finished(FinishedRequest("never sampled", [1] * 9, [2] * 9, None, report))
+        known.on_finished(MAIL, FinishedRequest([1] * 400, [2] * 41, -41 * 0.25, report))
+        known.on_finished("full", FinishedRequest([1] * 9, [2] * 9, None, report))
         await asyncio.sleep(0.02)
         assert engine.started == 0, "another request runs"
         engine.output_processor.request_states.clear()
@@ -214,13 +219,65 @@ def test_a_fallen_application_runs_with_the_whole_cache() -> None:
         "other": 1,
     }
     report: dict[str, Any] = {}
-    known.on_finishing("b", report)
+    known.on_finishing("full", report)
     assert report == {"kv_shadow": "full"}
-    known.on_finishing("a", untouched := {})
+    known.on_finishing(MAIL, untouched := {})
     assert untouched == {}
     assert send(known, request("c", {"kv_application": "code"})).policy.name == "pyramidkv"
     with pytest.raises(ValueError, match="cannot be set by requests"):
         send(known, request("d", {APPLICATION_KEY: "x"}))
+
+
+def test_names_that_come_first_do_not_take_all_labels() -> None:
+    names = [f"attack {number}" for number in range(3 * MAX_LABELS)]
+    labels, shown = Labels(removable=True), set()
+    for name in names[:MAX_LABELS]:
+        shown.add(labels.use(name)[0])
+    for number in range(20 * MAX_LABELS):  # an honest one among ever new names
+        label, gone = labels.use(f"new {number}")
+        shown = (shown | {label}) - {gone}
+        if number % 16 == 0:
+            label, gone = labels.use("mail")
+            shown = (shown | {label}) - {gone}
+            assert label == "mail"
+        assert len(shown) <= MAX_LABELS and ("mail" in shown)
+    fixed = Labels(removable=False)
+    assert [fixed.use(name)[0] for name in names] == [
+        *names[:MAX_LABELS],
+        *["(others)"] * 2 * MAX_LABELS,
+    ]
+
+
+def test_series_of_applications_follow_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    for name, kind in (("Counter", Counter), ("Gauge", Gauge)):
+        monkeypatch.setattr(shadow_metrics, name, partial(kind, registry=registry))
+    metrics = shadow_metrics.ShadowMetrics()
+    metrics.count_full("mail", 1)
+    for number in range(MAX_LABELS):
+        metrics.add(f"attack {number}", GOOD, evicted=True)
+    for _ in range(3):
+        metrics.add("mail", BAD, evicted=True)
+    metrics.add("code", GOOD, evicted=False)
+    text = generate_latest(registry).decode()
+    assert 'shadow_requests_total{application="mail",cache="evicted"} 3.0' in text
+    assert 'shadow_full{application="mail"} 1.0' in text
+    assert 'shadow_full{application="(others)"} 0.0' in text
+    assert text.count("shadow_requests_total{") == MAX_LABELS
+    metrics.count_full("mail", -1)
+    assert 'shadow_full{application="mail"} 0.0' in generate_latest(registry).decode()
+
+
+def test_new_names_do_not_bring_a_fallen_application_back() -> None:
+    known, _ = judge()
+    other = Key("another tenant", "mail")
+    for key in (MAIL, other):
+        for _ in range(MIN_COMPARISONS):
+            known.add(key, BAD, evicted=True)
+    for number in range(MAX_APPLICATIONS + 10):
+        known.takes(Key(NO_TENANT, f"new {number}"))
+    assert known.runs_full(MAIL) and known.runs_full(other)
+    assert len(known.listing()) == MAX_APPLICATIONS
 
 
 @pytest.mark.parametrize(

@@ -464,7 +464,7 @@ def test_what_waits_for_a_slow_disk_is_limited(
     """The beginning of a prompt is written, the rest is not."""
     names = [BlockHash(bytes([i]) * 32) for i in range(4)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(2 * LAYERS * server.page)
+    server.pool.writer = file_writer.FileWriter(HostMemory(2 * LAYERS * server.page))
     for name in reversed(names):  # the deepest become idle first
         server.save(name, 0)
     server.step()
@@ -496,7 +496,7 @@ def test_the_prefix_found_so_far_is_not_pushed_out_by_what_is_read(tmp_path: Pat
     """There are four slots: of five bundles in files the first four are found."""
     names = [BlockHash(bytes([i]) * 32) for i in range(5)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(5 * LAYERS * server.page)
+    server.pool.writer = file_writer.FileWriter(HostMemory(5 * LAYERS * server.page))
     for index, name in enumerate(names):
         server.save(name, index)
     server.step()

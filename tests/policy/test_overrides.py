@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
+from vllm_pyramid.policy.overrides import (
+    OVERRIDES,
+    Layers,
+    RequestOverrides,
+    parse_overrides,
+)
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS, RequestKeys
 
@@ -40,7 +48,7 @@ def check_kept(
 ) -> None:
     served = load_policy(policy, budget, args)
     request = resolve(served, RequestKeys.parse(extra))
-    overrides.check_kept(request, served, prompt_len, max_tokens)
+    overrides.check_kept(request, served, prompt_len, max_tokens, Layers(4, 16))
 
 
 @pytest.mark.parametrize(
@@ -178,3 +186,33 @@ def test_limits_without_effect(
     with pytest.raises(ValueError, match=reason):
         RequestOverrides(allowed, 512).check_policy(load_policy(policy, budget))
     RequestOverrides(allowed).check_policy(load_policy(policy, budget))
+
+
+def test_turns_do_not_raise_what_a_prompt_holds() -> None:
+    """A request whose evictions are used up holds up to 1,023 tokens on top of its budget."""
+    overrides = RequestOverrides(max_budget="25%")
+    # Until 2,047 tokens, 64 evictions and one more: all are paid for by turns up to 1,024 tokens.
+    turns = [*range(960, 1025), 1030]
+    floor = {"min_tokens": 0}
+    with pytest.raises(ValueError, match=r"would hold 1\d\d\d of 2047 .* behind its 66 turns"):
+        check_kept(overrides, {"kv_budget": 511, "kv_turns": turns}, 2047, args=floor)
+    check_kept(overrides, {"kv_budget": 511}, 2047, args=floor)
+    # The same turns hold about as much with the server's own policy and with a share.
+    check_kept(overrides, {"kv_turns": turns}, 2047, args=floor)
+    check_kept(overrides, {"kv_budget": "25%", "kv_turns": turns}, 2047, args=floor)
+    # With few turns the same budget is what it says.
+    check_kept(overrides, {"kv_budget": 511, "kv_turns": [1000]}, 2047, args=floor)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_turns_within_the_limit_are_served(data: st.DataObject) -> None:
+    """Whatever the turns, a share up to the limit passes, and so does a request for nothing."""
+    steps = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=120))
+    turns = list(accumulate(steps, initial=data.draw(st.integers(1, 1500))))
+    length = turns.pop() + data.draw(st.integers(1, 40))
+    share = data.draw(st.integers(12, 25))
+    overrides = RequestOverrides(max_budget="25%")
+    for own in ({}, {"kv_budget": f"{share}%"}):
+        check_kept(overrides, {**own, "kv_turns": turns}, length, args={"min_tokens": 0})
+        check_kept(overrides, {**own, "kv_turns": turns}, length, args={"min_tokens": 256})

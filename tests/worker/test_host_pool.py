@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from tests.pretended_device import PretendedDevice, data_of
@@ -26,7 +29,8 @@ from vllm_pyramid.kv_cache.bundle_file import BundleFile, read_file
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.worker.block_copies import copy_blocks
-from vllm_pyramid.worker.host_pool import HostPool
+from vllm_pyramid.worker.file_writer import Ring
+from vllm_pyramid.worker.host_pool import HostPool, waiting_bytes
 
 pytestmark = pytest.mark.cpu
 
@@ -181,7 +185,8 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
     with PretendedDevice() as device:
 
         def allocate(num_bytes: int) -> Any:
-            return SimpleNamespace(bytes=device.put(torch.zeros(num_bytes, dtype=torch.uint8)))
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+            return SimpleNamespace(bytes=device.put(memory), host=memory)
 
         num_bytes = SLOTS * LAYERS * whole.shape[1]
         pool = HostPool(num_bytes, of, allocate, summary_rows=1)
@@ -220,3 +225,53 @@ def test_memory_that_is_too_small_or_of_another_layout() -> None:
     values_behind = torch.zeros(2, BLOCKS, size // 2, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="None: in several places"):
         pool.bind([values_behind], BLOCKS)
+
+
+def test_what_waits_for_files_has_memory_of_its_own(tmp_path: Path) -> None:
+    """It is reserved at the start with a folder, and what is written takes no other."""
+    of = specs(torch.float32)
+    size = of[0].page_size_bytes
+    asked: list[int] = []
+
+    def allocate(num_bytes: int) -> HostMemory:
+        asked.append(num_bytes)
+        return HostMemory(num_bytes)
+
+    num_bytes = SLOTS * LAYERS * size
+    HostPool(num_bytes, of, allocate, has_files=False)
+    assert asked == [num_bytes]
+    pool, kv_caches = HostPool(num_bytes, of, allocate), caches(of)
+    assert asked[1:] == [num_bytes, waiting_bytes(num_bytes)]
+    pool.bind(kv_caches, BLOCKS)
+    begin = BundleFile("one", bytes(32), LAYERS, None).begin()
+    paths = [str(tmp_path / "aa" / f"{number}.kv") for number in range(SLOTS + 2)]
+    saves = [FileSave(path, [begin], [5, 1, 9]) for path in paths]
+    pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
+    assert pool._waiting is not None and not pool._waiting.host.any()
+    store(pool, step([], [], files=FileOrders([], saves)))
+    wanted = pages[[5, 1, 9]].flatten().repeat(SLOTS)
+    assert torch.equal(pool._waiting.host, wanted), "all that fits is in it"
+    assert pool.writer is not None
+    pool.writer.finish()
+    assert pool.writer.take_failed() == 2
+    assert [Path(path).exists() for path in paths] == [True] * SLOTS + [False] * 2
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=80))
+def test_parts_of_a_ring_never_overlap(sizes: list[tuple[int, bool]]) -> None:
+    ring, taken = Ring(100), deque[tuple[int, int]]()
+    for size, gives_back in sizes:
+        start = ring.take(size)
+        if start is not None:
+            assert 0 <= start <= 100 - size
+            assert all(end <= start or start + size <= first for first, end in taken)
+            taken.append((start, start + size))
+        else:
+            assert taken, "an empty memory has room"
+        if gives_back and taken:
+            ring.give_back()
+            taken.popleft()
+    while taken:
+        ring.give_back()
+        taken.popleft()
+    assert ring.take(100) == 0 and ring.take(1) is None

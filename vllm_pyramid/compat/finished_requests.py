@@ -1,31 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show finished requests to the front end, and let it ask whether an engine is idle.
 
-Target: `OutputProcessor.process_outputs`, `.request_states` and what they hold (`external_req_id`,
-`prompt_token_ids`, `detokenizer.output_token_ids`, `logprobs_processor.cumulative_logprob`),
-`AsyncLLM.output_processor`. Why: sampled answers are replayed with the whole cache (--kv-shadow).
-Remove when a plugin can see finished requests.
+Target: `InputProcessor.assign_request_id`, `OutputProcessor.add_request`, `.process_outputs`,
+`.request_states` and what they hold (`prompt_token_ids`, `detokenizer.output_token_ids`,
+`logprobs_processor.cumulative_logprob`), `AsyncLLM.output_processor`. Why: sampled answers are
+replayed with the whole cache (--kv-shadow). Remove when a plugin can see finished requests.
+
+A note of a request follows the engine's own id, never the client's, which two requests may share:
+it is kept by object until vLLM has given the id, and then with the state that ends with the
+request.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol
 
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+
+_NOTE = "vllm_pyramid_note"
+# Requests that are noted and have not reached the engine; more of them were never sent.
+_MAX_UNSENT = 1024
 
 
 class FinishedRequest(NamedTuple):
     """A request that the engine has finished.
 
     Attributes:
-        name: its id as the front end knows it. prompt, answer: ids of tokens.
+        prompt, answer: ids of tokens.
         logprob: the sum over the answer; None if the client did not ask for log probabilities.
         report: what the scheduler reports of it.
     """
 
-    name: str
     prompt: list[int]
     answer: list[int]
     logprob: float | None
@@ -33,28 +42,84 @@ class FinishedRequest(NamedTuple):
 
 
 class Observer(Protocol):
-    """What is told of requests that end."""
+    """What is told of noted requests that end."""
 
-    def on_finishing(self, name: str, report: dict[str, Any]) -> None:
+    def on_finishing(self, note: Any, report: dict[str, Any]) -> None:
         """Add to a report before the client gets it."""
 
-    def on_finished(self, finished: FinishedRequest) -> None:
+    def on_finished(self, note: Any, finished: FinishedRequest) -> None:
         """Take a request that has ended."""
 
 
 # What this process tells; None before the first observer.
 _observer: Observer | None = None
+# Notes of requests without an id of the engine, by object, which is kept so that no other one takes
+# its place; and of those with an id that the front end's state does not have yet.
+_unnamed: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
+_unsent: OrderedDict[str, Any] = OrderedDict()
+
+
+def note(request: EngineCoreRequest, value: Any) -> None:
+    """Tell the observer `value` when the request ends; None: do not tell of it."""
+    if value is None:
+        _unnamed.pop(id(request), None)
+        return
+    _unnamed[id(request)] = request, value
+    if len(_unnamed) > _MAX_UNSENT:
+        _unnamed.popitem(last=False)
 
 
 def install(observer: Observer) -> None:
-    """Tell `observer` of all requests of this process that end with a report.
+    """Tell `observer` of noted requests of this process that end with a report.
 
     A later observer replaces an earlier one.
     """
     global _observer
     is_installed, _observer = _observer is not None, observer
-    if is_installed:
-        return
+    if not is_installed:
+        _follow_names()
+        _show_ends()
+
+
+def _follow_names() -> None:
+    """Wrap what gives a request its id, and what makes its state in the front end."""
+    assign_request_id = InputProcessor.assign_request_id
+    add_request = OutputProcessor.add_request
+
+    @functools.wraps(assign_request_id)
+    def assign_and_note(request: EngineCoreRequest) -> None:
+        assign_request_id(request)
+        _, value = _unnamed.pop(id(request), (None, None))
+        _unsent.pop(request.request_id, None)
+        if value is not None:
+            _unsent[request.request_id] = value
+            if len(_unsent) > _MAX_UNSENT:
+                _unsent.popitem(last=False)
+
+    @functools.wraps(add_request)
+    def add_noted_request(
+        self: OutputProcessor,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: Any = None,
+        request_index: int = 0,
+        *args: Any,
+        **kw: Any,
+    ) -> None:
+        add_request(self, request, prompt, parent_req, request_index, *args, **kw)
+        own = request.request_id if parent_req is None else parent_req.request_id
+        if (value := _unsent.get(own)) is None:
+            return
+        setattr(self.request_states[request.request_id], _NOTE, value)
+        if parent_req is None or request_index == parent_req.sampling_params.n - 1:
+            del _unsent[own]
+
+    InputProcessor.assign_request_id = staticmethod(assign_and_note)  # type: ignore[method-assign]
+    OutputProcessor.add_request = add_noted_request  # type: ignore[method-assign]
+
+
+def _show_ends() -> None:
+    """Wrap what takes the outputs of the engine."""
     process_outputs = OutputProcessor.process_outputs
 
     @functools.wraps(process_outputs)
@@ -67,22 +132,23 @@ def install(observer: Observer) -> None:
             report = output.kv_transfer_params
             if output.finish_reason is None or not isinstance(report, dict):
                 continue
-            if (state := self.request_states.get(output.request_id)) is not None:
-                told.on_finishing(state.external_req_id, report)
-                ended.append((state, dict(report)))
+            state = self.request_states.get(output.request_id)
+            if (value := getattr(state, _NOTE, None)) is not None:
+                told.on_finishing(value, report)
+                ended.append((state, value, dict(report)))
         result = process_outputs(self, engine_core_outputs, *args, **kw)
-        for state, report in ended:
+        for state, value, report in ended:
+            assert state is not None
             if state.detokenizer is None or state.prompt_token_ids is None:
                 continue
             logprobs = state.logprobs_processor
             finished = FinishedRequest(
-                state.external_req_id,
                 list(state.prompt_token_ids),
                 list(state.detokenizer.output_token_ids),
                 None if logprobs is None else logprobs.cumulative_logprob,
                 report,
             )
-            told.on_finished(finished)
+            told.on_finished(value, finished)
         return result
 
     OutputProcessor.process_outputs = process_outputs_and_show  # type: ignore[method-assign]

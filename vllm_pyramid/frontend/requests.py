@@ -20,6 +20,7 @@ from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.kept_spans import check_spans_fit
+from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
 from vllm_pyramid.policy.served_settings import ServedSettings
 
@@ -134,10 +135,13 @@ class PolicyRequestChecks:
         params = request.sampling_params
         try:
             found.check_turns(length)
-            settings.overrides.check_kept(found, settings.policy, length, params.max_tokens)
-            config = processor.vllm_config
-            if found.keep and (layers := evicting_layers(config)) is not None:
-                check_spans_fit(found, length, layers, config.cache_config.block_size)
+            layers = None
+            if found.keep or (found.resumed_turns and settings.overrides.max_budget is not None):
+                layers = _layers_of(processor.vllm_config)
+            overrides, policy = settings.overrides, settings.policy
+            overrides.check_kept(found, policy, length, params.max_tokens, layers)
+            if found.keep and layers is not None:
+                check_spans_fit(found, length, *layers)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
         if settings.policy.inner_policy is None:
@@ -151,6 +155,12 @@ class PolicyRequestChecks:
             check_fit(found, length, params, engine.pool)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="prompt") from None
+
+
+def _layers_of(config: Any) -> Layers | None:
+    """Return the layers that evict; None where only the scheduler knows them."""
+    count = evicting_layers(config)
+    return None if count is None else Layers(count, config.cache_config.block_size)
 
 
 def evicting_layers(config: Any) -> int | None:

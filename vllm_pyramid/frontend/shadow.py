@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -51,7 +51,6 @@ _LEFT_OUT = (
     *("kv_turn_mode", TEMPLATE_KEY),
 )
 MAX_QUEUED = 32
-MAX_NOTES = 4096
 MAX_TRIES = 5
 _POLL_S = 0.1
 _REPLAYS: ContextVar[bool] = ContextVar("vllm_pyramid_replays", default=False)
@@ -92,9 +91,6 @@ class Shadow:
         self._settings, self._max_len, self._metrics = settings, max_model_len, metrics
         self.judge = ShadowJudge(settings.shadow, settings.shadow_floor, metrics)
         self._tenants = Tenants()
-        # By the name of a request: the application whose sample it is; None: it runs with `full`
-        # because its application has to.
-        self._notes: OrderedDict[str, Key | None] = OrderedDict()
         self._queue: deque[_Job] = deque()
         self._runner: asyncio.Task[None] | None = None
         self._replay: asyncio.Task[Comparison] | None = None
@@ -148,39 +144,38 @@ class Shadow:
         key = Key(self._tenants.name(request.cache_salt), name)
         params.extra_args = extra or None
         if can_be_compared(request) and self.judge.takes(key):
-            self._note(request.request_id, key)
+            finished_requests.note(request, key)
         elif self.judge.runs_full(key) and found.policy.evicts:
             extra = {name: value for name, value in extra.items() if name not in _LEFT_OUT}
             extra |= KEEP_EVERYTHING
             if extra.get("kv_turns") is not None:
                 extra["kv_turn_mode"] = EXACT
             params.extra_args = extra
-            self._note(request.request_id, None)
+            finished_requests.note(request, FULL_POLICY)
             found = check_request(
                 self._settings.policy, params, self._settings.why_no_turns, self._settings.turn_mode
             )
         return found
 
-    def _note(self, name: str, key: Key | None) -> None:
-        self._notes[name] = key
-        if len(self._notes) > MAX_NOTES:
-            self._notes.popitem(last=False)
+    def on_finishing(self, note: Key | str, report: dict[str, Any]) -> None:
+        """Say in the report that the request ran with the whole cache.
 
-    def on_finishing(self, name: str, report: dict[str, Any]) -> None:
-        """Say in the report that the request ran with the whole cache."""
-        if name in self._notes and self._notes[name] is None:
+        Args:
+            note: the application whose sample it is; `full` if it ran so because its application
+                has to.
+        """
+        if note == FULL_POLICY:
             report[REPORT_KEY] = FULL_POLICY
 
-    def on_finished(self, finished: FinishedRequest) -> None:
+    def on_finished(self, note: Key | str, finished: FinishedRequest) -> None:
         """Let a sampled request be replayed when the engine is idle."""
-        key = self._notes.pop(finished.name, None)
         length = len(finished.prompt) + len(finished.answer)
-        if key is None or len(finished.answer) < 2 or length >= self._max_len:
+        if not isinstance(note, Key) or len(finished.answer) < 2 or length >= self._max_len:
             return
         if len(self._queue) >= MAX_QUEUED:
             self._metrics.drop("queue")
             return
-        self._queue.append(_Job(key, finished))
+        self._queue.append(_Job(note, finished))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.get_running_loop().create_task(self._run())
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter as Counts
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,8 +59,9 @@ def agreement(recent: deque[Comparison]) -> float | None:
 class ShadowJudge:
     """Decides which requests are compared, and which applications run with the whole cache.
 
-    Applications of different salts are judged apart. There are `MAX_APPLICATIONS` at most; the one
-    that was used least recently is forgotten, and begins with the policy again.
+    Applications of different salts are judged apart. There are `MAX_APPLICATIONS` at most. The
+    tenant that has most of them forgets the one that it used least recently, those that run with
+    the policy first; a forgotten one begins with the policy again.
 
     Args:
         share: of the requests that can be compared, above 0 and at most 1.
@@ -146,9 +148,17 @@ class ShadowJudge:
         known = self._applications.setdefault(key, _Application())
         self._applications.move_to_end(key)
         if len(self._applications) > MAX_APPLICATIONS:
-            gone, forgotten = self._applications.popitem(last=False)
-            self._set(gone, forgotten, runs_full=False)
+            self._forget_one(key)
         return known
+
+    def _forget_one(self, current: Key) -> None:
+        """Forget an application of the tenant that has most, and not the current one."""
+        counts = Counts(key.tenant for key in self._applications)
+        most = max(counts.values())
+        found = [key for key in self._applications if counts[key.tenant] == most and key != current]
+        gone = next((key for key in found if not self._applications[key].runs_full), found[0])
+        self._set(gone, self._applications[gone], runs_full=False)
+        del self._applications[gone]
 
     def _set(self, key: Key, known: _Application, *, runs_full: bool) -> None:
         self._metrics.count_full(key.name, int(runs_full) - int(known.runs_full))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from struct import Struct, error
@@ -24,6 +25,24 @@ TEMPORARY = ".part"
 _BEGIN = Struct("<12sHI")
 _MAGIC = b"pyramid-kv\r\n"
 _SUM_BYTES = sha256().digest_size
+
+
+@dataclass(slots=True)
+class FileCounters:
+    """Counters of the files since the start.
+
+    Attributes:
+        ordered, read: bytes that the worker was told to write, and bytes that were read.
+        damaged: files that could not be read as what they should hold.
+        unwritten: files that could not be written.
+        evictions: files that had to go, for lack of room.
+    """
+
+    ordered: int = 0
+    read: int = 0
+    damaged: int = 0
+    unwritten: int = 0
+    evictions: int = 0
 
 
 class DamagedFileError(Exception):

@@ -17,7 +17,9 @@ the step has been scheduled. Workers make the copies of a step in this order, an
 Every tensor-parallel rank copies its own part of the blocks, by the same message.
 
 With a folder (`host_files.py`) a bundle that is in a file, and not in host memory, gets a slot when
-it is looked for, and the step fills the slot from the file's bytes. Then it is like any other.
+it is looked for, and the step fills the slot from the file's bytes. Then it is like any other. A
+step reads `MOST_READ` bytes and the bundle that passes them: a request that finds more in files
+waits, first in the queue, and later steps read on.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, HostFill
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.kv_cache.tier import Tier
+
+# Bytes of files that a step reads, of all ranks: what running requests wait for, some 70 ms, and
+# what a step's message carries in addition to the memory that is reserved.
+MOST_READ = 64 << 20
 
 
 @dataclass(slots=True)
@@ -95,6 +101,9 @@ class HostCache(Tier):
         self._used = 0  # slots
         self._number = 0
         self._pinned: list[Any] = []
+        # In this step: bytes read, and whether files were left for the next one; steps in which a
+        # request has waited for it, one after the other.
+        self._bytes_read, self._is_cut, self._waits = 0, False, 0
         self._copies = HostCopies([], [])
 
     @property
@@ -110,7 +119,7 @@ class HostCache(Tier):
     def longest_prefix(self, names: Sequence[BlockHash]) -> int:
         """Return how many of these bundles, from the first one on, are in the host cache.
 
-        Those of files are read for it, as far as there are slots.
+        Those of files are read for it, as far as there are slots and the step may read.
         """
         entries = self._entries
         found = next((n for n, name in enumerate(names) if name not in entries), len(names))
@@ -118,17 +127,32 @@ class HostCache(Tier):
             return found
         self.pin(names[:found])  # what is read must not push these out
         for name in names[found:]:
-            if name not in entries and not self._read(self.files, name):
+            if name not in entries and not self._may_read(self.files, name):
                 break
             self.pin([name])
             found += 1
         return found
+
+    def must_wait(self) -> bool:
+        """Return whether the step has left files for the next one which the last lookup wants.
+
+        Each step that is waited for fills a slot, so none waits for more steps than there are.
+        """
+        return self._is_cut and self._waits < self.num_slots
+
+    def _may_read(self, files: HostFiles, name: BlockHash) -> bool:
+        """Read a bundle's file if the step may read more; as of `_read`."""
+        if self._bytes_read < MOST_READ:
+            return self._read(files, name)
+        self._is_cut |= name in files
+        return False
 
     def _read(self, files: HostFiles, name: BlockHash) -> bool:
         """Give slots to a bundle in a file; return False if it has none that can be read."""
         if (read := files.read(name)) is None:
             return False
         found, contents = read
+        self._bytes_read += sum(map(len, contents))
         slots = self._give_slots(name, found.num_blocks, found.origin)
         if slots is None:
             return False
@@ -231,6 +255,8 @@ class HostCache(Tier):
         """Return the copies of the step that has just been scheduled; None if there are none."""
         self._table.unpin(self._pinned)
         self._pinned = []
+        self._waits = self._waits + 1 if self._is_cut else 0
+        self._bytes_read, self._is_cut = 0, False
         files = None if self.files is None else self.files.take()
         if not self._copies.stored and not self._copies.loaded and files is None:
             return None

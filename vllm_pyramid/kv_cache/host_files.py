@@ -5,6 +5,10 @@
     FOLDER/vllm-pyramid/NAMESPACE/ab/...   a file of each rank for each bundle, named by the hash of
                                            the bundle's name
 
+Which files there are is not remembered: a lookup asks the system for the path that follows from the
+bundle's name. Only what this engine has used itself is known, and what the limit needs of the rest
+is counted a few files in every step (`old_files.py`).
+
 A bundle is written when no request uses it any more, so that a process that is killed loses only
 what its running requests hold. The workers copy the blocks at the begin of the next step and write
 the files in threads (`worker/file_writer.py`). Files are read, and their checksums checked, when a
@@ -15,15 +19,12 @@ tokens: model, type and layout of the cache, versions. Files of other namespaces
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import stat
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
@@ -32,37 +33,26 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.compat.side_channel import FileOrders, FileSave
 from vllm_pyramid.kv_cache.bundle_file import (
-    TEMPORARY,
     BundleFile,
     DamagedFileError,
+    FileCounters,
     file_bytes,
     part_path,
     read_file,
 )
 from vllm_pyramid.kv_cache.bundles import BlockBundle
+from vllm_pyramid.kv_cache.locked_folder import lock_folder
+from vllm_pyramid.kv_cache.old_files import SUFFIX, OldFiles, unlink
 
 logger = init_logger(f"vllm.{__name__}")
 
-_SUFFIX = ".kv"
 _PATIENCE = 60.0  # seconds that an engine that has been killed may take to end
-
-
-@dataclass(slots=True)
-class FileCounters:
-    """Counters of the files since the start.
-
-    Attributes:
-        ordered, read: bytes that the worker was told to write, and bytes that were read.
-        damaged: files that could not be read as what they should hold.
-        unwritten: files that could not be written.
-        evictions: files that had to go, for lack of room.
-    """
-
-    ordered: int = 0
-    read: int = 0
-    damaged: int = 0
-    unwritten: int = 0
-    evictions: int = 0
+# Seconds at the start for counting files; the rest is counted in steps, so many in each.
+_START_S = 1.0
+_PER_STEP = 64
+# Bundles that this engine has used and knows by name, and those whose files it has removed.
+MOST_KNOWN = 1 << 17
+_MOST_GONE = 1 << 14
 
 
 class HostFiles:
@@ -100,96 +90,52 @@ class HostFiles:
         self._root = Path(folder).expanduser().absolute() / "vllm-pyramid"
         self._own = self._root / namespace
         self.counters = FileCounters()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, least recently used first
-        self._used = 0
+        # By path: what has been written or read since the start, least recently
+        # used first, and what was removed: the file may still be there.
+        self._known: OrderedDict[str, int] = OrderedDict()
+        self._known_bytes = 0
+        self._gone: OrderedDict[str, None] = OrderedDict()
         self._removed: list[str] = []
         self._saved: dict[str, FileSave] = {}  # by path
         self._told: set[str] = set()
         self._lock: BinaryIO | None = None
         self._is_open = True
         self._writes = self._prepare(patience)
-        if self._is_open:
-            self._scan()
+        self._old = OldFiles(
+            str(self._root), str(self._own), len(self._parts), self._knows, removes=self._writes
+        )
+        self._count_some()
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes of all files, those that are being written included."""
-        return self._used
+        """Return the bytes of all files that are counted, those being written included."""
+        return self._known_bytes + self._old.bytes
 
     @property
     def num_files(self) -> int:
-        """Return the number of all files."""
-        return len(self._sizes)
+        """Return the number of all bundles that are counted."""
+        return len(self._known) + self._old.number
 
     # Start-up -----------------------------------------------------------------------------------
 
     def _prepare(self, patience: float) -> bool:
         """Make the folder and lock it; return whether files can be written."""
         try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_owner()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-            self._lock = os.fdopen(os.open(self._root / "lock", flags, 0o600), "wb")
-            self._wait_for(self._lock, patience)
+            self._lock = lock_folder(self._root, patience)
             self._own.mkdir(mode=0o700, exist_ok=True)
         except OSError as problem:
             self._tell("unwritten", f"the folder cannot be written to: {problem}")
             return False
         return True
 
-    def _check_owner(self) -> None:
-        found = self._root.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise ValueError(
-                f"--kv-host-cache-dir: {self._root} must be a folder of the user of this process, "
-                "since its files are read as KV: choose another folder"
-            )
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            raise ValueError(
-                f"--kv-host-cache-dir: {self._root} holds the KV of prompts and is open to other "
-                "users: chmod 700, or choose another folder"
-            )
-
-    def _wait_for(self, lock: BinaryIO, patience: float) -> None:
-        end = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise ValueError(
-                        f"--kv-host-cache-dir: another engine uses {self._root}: give each engine "
-                        "a folder of its own"
-                    ) from None
-                time.sleep(0.2)
-            else:
-                return
-
-    def _scan(self) -> None:
-        """Find the files of earlier engines, and remove what these had not finished."""
-        by_path: defaultdict[str, list[os.stat_result]] = defaultdict(list)
-        for path in self._root.glob("*/??/*"):
-            name, suffix, rest = path.name.partition(_SUFFIX)
-            if suffix and rest.endswith(TEMPORARY):
-                _unlink(str(path))
-            elif suffix and (not rest or rest[1:].isdecimal()):
-                with suppress(OSError):
-                    by_path[f"{path.parent}/{name}{suffix}"].append(path.lstat())
-        found: list[tuple[bool, float, str, int]] = []
-        for first, infos in by_path.items():
-            ours = Path(first).is_relative_to(self._own)
-            if ours and len(infos) != len(self._parts):
-                self._unlink_parts(first)  # a rank was killed before it had written its part
-                continue
-            latest, size = max(info.st_mtime for info in infos), sum(i.st_size for i in infos)
-            found.append((ours, latest, first, size))
-        for *_, name, size in sorted(found):
-            self._sizes[name] = size
-            self._used += size
-        num_own = sum(1 for ours, *_ in found if ours)
+    def _count_some(self) -> None:
+        """Count files of earlier engines for a while; steps count the others."""
+        start = time.monotonic()
+        self._old.advance(1 << 62, start + _START_S)
         logger.info(
-            "kv-host-cache-dir: %d bundles of this model and cache in %s, %d of others",
-            *(num_own, self._own, len(found) - num_own),
+            "kv-host-cache-dir: %d bundles of this model and cache in %s, %d files of others%s",
+            *(self._old.num_own, self._own, self._old.number - self._old.num_own),
+            "" if self._old.is_counted else ", and more, which are counted while requests run",
         )
         if self._writes:
             self._make_room(0)
@@ -197,14 +143,47 @@ class HostFiles:
     def close(self) -> None:
         """Let another engine have the folder; nothing is read or written any more."""
         self._writes = self._is_open = False
-        self._sizes.clear()
+        self._known.clear()
         if self._lock is not None:
             self._lock.close()
 
     # Looking up ---------------------------------------------------------------------------------
 
     def __contains__(self, name: bytes) -> bool:
-        return self._path(name) in self._sizes
+        path = self._path(name)
+        return path in self._known or self._is_old(path)
+
+    def _is_old(self, path: str) -> bool:
+        """Return whether there is the file of a bundle that this engine has not used yet."""
+        return self._is_open and path not in self._gone and os.path.lexists(path)
+
+    def _knows(self, path: str) -> bool:
+        return path in self._known or path in self._gone
+
+    def _get_known(self, path: str) -> bool:
+        """Return whether there is a bundle's file; it counts as used by this engine from now on."""
+        if path in self._known:
+            return True
+        if not self._is_old(path):
+            return False
+        try:
+            size = sum(os.lstat(part_path(path, part)).st_size for part in range(len(self._parts)))
+        except OSError:  # a rank was killed before it had written its part
+            if self._writes:
+                self._unlink_parts(path)
+            return False
+        self._old.forget(path, size)
+        self._know(path, size)
+        return True
+
+    def _know(self, path: str, size: int) -> None:
+        self._known[path] = size
+        self._known_bytes += size
+        self._gone.pop(path, None)
+        while len(self._known) > MOST_KNOWN and self._old.is_counted:
+            _, size = self._known.popitem(last=False)
+            self._known_bytes -= size
+            self._old.add(size)
 
     def read(self, name: bytes) -> tuple[BundleFile, list[memoryview]] | None:
         """Return what the files of a bundle hold, and the bytes of its blocks; None: a miss.
@@ -213,7 +192,7 @@ class HostFiles:
             The head of the first part, and for each rank the bytes of its blocks.
         """
         path = self._path(name)
-        if path not in self._sizes:
+        if not self._get_known(path):
             return None
         try:
             parts = [self._read_part(path, part, name) for part in range(len(self._parts))]
@@ -232,7 +211,7 @@ class HostFiles:
             if self._writes:
                 self._unlink_parts(path)
             return None
-        self._sizes.move_to_end(path)
+        self._known.move_to_end(path)
         with suppress(OSError):
             os.utime(path)
         contents = [content for _, content in parts]
@@ -259,8 +238,8 @@ class HostFiles:
         if not self._is_open or bundle.hash is None or not bundle.scheduled:
             return
         path = self._path(bundle.hash)
-        if path in self._sizes:
-            self._sizes.move_to_end(path)
+        if self._get_known(path):
+            self._known.move_to_end(path)
             return
         blocks = [block.block_id for block in bundle.blocks]
         self._orders += 1
@@ -271,17 +250,17 @@ class HostFiles:
             file_bytes(begin, self._bytes_of(part, len(blocks)))
             for part, begin in enumerate(begins)
         )
-        if not self._writes or size > self._limit:
+        if not self._writes or size > self._limit or not self._make_room(size):
             self.counters.unwritten += 1
             return
-        self._make_room(size)
-        self._sizes[path] = size
-        self._used += size
+        self._know(path, size)
         self._saved[path] = FileSave(path, begins, blocks)
         self.counters.ordered += size
 
     def take(self) -> FileOrders | None:
         """Return what the worker is to do before the step that has just been scheduled."""
+        if self._is_open:
+            self._old.advance(_PER_STEP)
         if not self._saved and not self._removed:
             return None
         saved = list(reversed(self._saved.values()))  # a prompt's beginning becomes idle last
@@ -301,50 +280,66 @@ class HostFiles:
         Weights may change behind this engine's back now, and a file's name says which weights were
         loaded.
         """
-        own = [path for path in self._sizes if Path(path).is_relative_to(self._own)]
         if self._is_open and self._writes:
-            for path in own:
-                self._unlink_parts(path)
+            paths = [
+                f"{folder}/{name}" for folder, _, names in os.walk(self._own) for name in names
+            ]
+            for path in paths:
+                unlink(path)
             logger.warning(
                 "kv-host-cache-dir: the prefix cache was reset, so %d files were removed, and the "
                 "folder is not used until the next start",
-                len(own),
+                len(paths),
             )
-            self._removed += own  # once more, behind what is being written
+            self._removed += self._known  # once more, behind what is being written
         self._writes = self._is_open = False
-        self._sizes.clear()
-        self._used = 0
+        self._known.clear()
+        self._known_bytes = 0
+        self._old.stop()
         self._saved.clear()
 
-    def _make_room(self, size: int) -> None:
-        while self._sizes and self._used + size > self._limit:
-            path = next(iter(self._sizes))
-            self._drop(path)
+    def _make_room(self, size: int) -> bool:
+        """Remove files until `size` more bytes are within the limit.
+
+        Returns:
+            False if they are not: what goes first is still looked for. Before all files have been
+            counted, none is removed.
+        """
+        while self.used_bytes + size > self._limit:
+            if not self._old.is_counted:
+                return self._known_bytes + size <= self._limit
+            if (old := self._old.pop_oldest()) is not None:
+                path, ours = old.path, old.ours
+            elif self._old.number or not self._known:
+                return False
+            else:
+                path, ours = next(iter(self._known)), True
             self.counters.evictions += 1
-            if not Path(path).is_relative_to(self._own):
-                for file in Path(path).parent.glob(f"{Path(path).name}*"):  # of any ranks
-                    _unlink(str(file))
-            elif self._saved.pop(path, None) is None:
+            if not ours:
+                unlink(path)
+                continue
+            self._drop(path)
+            if self._saved.pop(path, None) is None:
                 self._removed.append(path)
+        return True
 
     def _drop(self, path: str) -> None:
-        self._used -= self._sizes.pop(path, 0)
+        """Know a bundle no more, whose files are about to go."""
+        self._known_bytes -= self._known.pop(path, 0)
+        self._gone[path] = None
+        if len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
 
     def _unlink_parts(self, path: str) -> None:
         for part in range(len(self._parts)):
-            _unlink(part_path(path, part))
+            unlink(part_path(path, part))
 
     def _path(self, name: bytes) -> str:
         digest = sha256(name).hexdigest()
-        return f"{self._own}/{digest[:2]}/{digest}{_SUFFIX}"
+        return f"{self._own}/{digest[:2]}/{digest}{SUFFIX}"
 
     def _tell(self, kind: str, text: str) -> None:
         """Log a problem the first time that one of its kind is met."""
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("kv-host-cache-dir: %s (a miss; later ones are only counted)", text)
-
-
-def _unlink(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)

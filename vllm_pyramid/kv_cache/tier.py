@@ -29,6 +29,10 @@ class Tier:
         """Return how many of these bundles, from the first one on, are there."""
         return 0
 
+    def must_wait(self) -> bool:
+        """Return whether the next step could find more of what was looked for: it reads on."""
+        return False
+
     def num_blocks(self, name: BlockHash) -> int:
         """Return the blocks of all layers that a bundle has which is there."""
         raise KeyError(name)

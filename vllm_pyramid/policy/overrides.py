@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_pyramid.plan import Budget
 from vllm_pyramid.policy.kinds import did_you_mean
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS
 
 if TYPE_CHECKING:
+    from vllm_pyramid.plan import Plan
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.policy.request import ServedRequest
 
@@ -47,6 +48,13 @@ def parse_overrides(value: object) -> tuple[str, ...]:
                 f"{how}"
             )
     return tuple(name for name in OVERRIDES if name in names)
+
+
+class Layers(NamedTuple):
+    """The layers that evict: how many, and the tokens of a block (the largest if they differ)."""
+
+    number: int
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,12 @@ class RequestOverrides:
             )
 
     def check_kept(
-        self, served: ServedRequest, policy: Policy, prompt_len: int, max_tokens: int
+        self,
+        served: ServedRequest,
+        policy: Policy,
+        prompt_len: int,
+        max_tokens: int,
+        layers: Layers | None,
     ) -> None:
         """Refuse a request that would keep more than the operator allows.
 
@@ -117,6 +130,8 @@ class RequestOverrides:
         Args:
             served: the request's policy and budget. policy: the server's.
             max_tokens: tokens that the request generates at most.
+            layers: those that evict; None where only the scheduler knows them, which then checks
+                what a prompt holds behind its turns.
 
         Raises:
             ValueError: with what the request would keep, and what is allowed.
@@ -136,6 +151,53 @@ class RequestOverrides:
                     f"(--kv-max-request-budget {self.max_budget}; its own policy keeps {usual}): "
                     "ask for less, or leave the settings out"
                 )
+        if served.resumed_turns and layers is not None:
+            self._check_held(served, policy, prompt_len, layers, self._limit)
+
+    def _check_held(
+        self,
+        served: ServedRequest,
+        policy: Policy,
+        prompt_len: int,
+        layers: Layers,
+        limit: Budget,
+    ) -> None:
+        """Refuse a prompt that holds more behind its turns than the server's own policy would.
+
+        A turn's end evicts only at a distance from the one before, and turns pay for evictions with
+        tokens: so a prompt may hold more than its budget. The server's policy with the same turns
+        would, too, which is allowed, at its own budget and at the limit.
+        """
+        count, block_size = layers
+        turns = served.resumed_turns or ()
+        held = _held(served.plan(prompt_len, count, block_size))
+        allowed = count * max(
+            _kept(policy, None, prompt_len), limit.tokens_for(prompt_len, policy.min_budget)
+        )
+        for budget in (None, limit):
+            if budget is not None:
+                try:
+                    policy.check_budget(budget)
+                except ValueError:  # the policy has another form of budget, or a larger window
+                    continue
+            allowed = max(allowed, _held(policy.plan(prompt_len, count, block_size, budget, turns)))
+        # Evictions of two budgets may fall on different turns, less than that apart, and each layer
+        # gives up whole blocks.
+        slack = policy.min_turn - 1 + block_size - 1
+        if held > allowed + count * slack:
+            raise ValueError(
+                f"this request would hold {-(-held // count)} of {prompt_len} tokens in each layer "
+                f"behind its {len(turns)} turns (its kv_budget or kv_min_tokens), and this server "
+                f"allows {allowed // count + slack} (--kv-max-request-budget {self.max_budget}; "
+                "what its own policy holds with the same turns, if that is more): ask for less, or "
+                "leave the settings or turns out"
+            )
+
+
+def _held(plan: Plan) -> int:
+    """Return the tokens that all layers together hold behind a prompt's end."""
+    end = plan.estimate().end
+    return int((end.computed - end.skip).sum())
 
 
 def _kept(policy: Policy, budget: Budget | None, length: int) -> int:

@@ -69,11 +69,7 @@ class Chunks:
             return self._engine.stock_chunk(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator
         plan = coordinator.plans.of(request.request_id)
-        if (
-            not waits
-            or self._admission is None
-            or self._admission.admits(request, plan, computed, self._engine.running)
-        ):
+        if not waits or self._starts(request, plan, computed):
             chunk = self._chunk(request, plan, computed, tokens)
             terms = coordinator.plans.records[request.request_id].terms
             chunk = terms.units.chunk(computed, chunk)
@@ -87,6 +83,13 @@ class Chunks:
                 return chunk
         coordinator.blocked_request = request.request_id
         return tokens
+
+    def _starts(self, request: Request, plan: Plan, computed: int) -> bool:
+        """Return whether the first waiting request starts in this step."""
+        if self._coordinator.block_pool.tier.must_wait():
+            return False  # steps that read more of its prefix come first
+        admission = self._admission
+        return admission is None or admission.admits(request, plan, computed, self._engine.running)
 
     def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
         """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""

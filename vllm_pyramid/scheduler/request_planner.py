@@ -20,6 +20,7 @@ from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.kept_spans import check_spans_fit
+from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 from vllm_pyramid.policy.request import (
     ALLOCATOR_KEY,
@@ -118,13 +119,14 @@ class RequestPlanner:
             settings = self._settings
             served = check_request(policy, params, settings.why_no_turns, settings.turn_mode)
             served.check_turns(request.num_prompt_tokens)
-            overrides.check_kept(served, policy, request.num_prompt_tokens, request.max_tokens)
-            layers = self._layer_blocks
-            check_spans_fit(served, request.num_prompt_tokens, layers.num_layers, layers.largest)
+            length = request.num_prompt_tokens
+            layers = Layers(self._layer_blocks.num_layers, self._layer_blocks.largest)
+            overrides.check_kept(served, policy, length, request.max_tokens, layers)
+            check_spans_fit(served, length, *layers)
             if policy.inner_policy is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.
-                check_fit(served, request.num_prompt_tokens, limited, self._pool, strict=False)
+                check_fit(served, length, limited, self._pool, strict=False)
                 assert limited.max_tokens is not None, "vLLM sets it when a request arrives"
                 request.max_tokens = limited.max_tokens
             return served

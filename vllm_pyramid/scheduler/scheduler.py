@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_pyramid.compat import page_server
+from vllm_pyramid.compat import new_weights, page_server
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_report
@@ -57,6 +57,7 @@ class SchedulerAdapter(SchedulerPoints):
         self.pyramid = PolicyScheduler(
             self, coordinator, settings, finds_prefixes=manager.enable_caching
         )
+        new_weights.install()
         if settings.page:
             page_server.install_engine()
 

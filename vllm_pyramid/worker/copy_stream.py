@@ -40,21 +40,20 @@ class PinnedMemory(HostMemory):
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
-        self._memory = self.bytes
-        address = self._memory.data_ptr()
+        address = self.host.data_ptr()
         error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED)
-        if int(error) or not self._memory.is_pinned():
+        if int(error) or not self.host.is_pinned():
             raise RuntimeError(
                 f"the driver did not pin {num_bytes / 2**30:.3g} GiB of host memory (error "
                 f"{int(error)}): set a smaller --kv-swap-space or --kv-host-cache, or raise the "
                 "limit on locked memory"
             )
-        self.bytes = get_accelerator_view_from_cpu_tensor(self._memory)
+        self.bytes = get_accelerator_view_from_cpu_tensor(self.host)
 
     def release(self) -> None:
         """Unpin the memory, once the device has finished its work."""
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
 
 
 def copies_of(device: torch.device) -> CopyStream | None:

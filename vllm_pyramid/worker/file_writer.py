@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that writes bundles of the host cache to files, behind the steps."""
+"""A thread that writes bundles of the host cache to files, behind the steps.
+
+    a step     blocks of the device -> a part of the reserved memory, on the step's own stream
+    a thread   waits for the copy, writes the file, gives the part back
+
+The device writes into the reserved memory itself, so a step takes no memory of either.
+"""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,6 +24,7 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.compat.side_channel import FileOrders, FileSave
 from vllm_pyramid.kv_cache.bundle_file import part_path, write_file
+from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.step.upload import upload
 
 logger = init_logger(f"vllm.{__name__}")
@@ -24,18 +32,52 @@ logger = init_logger(f"vllm.{__name__}")
 _PATIENCE = 30.0  # seconds for what waits when the process ends
 
 
+class Ring:
+    """Parts of a memory, which are given back in the order in which they were taken.
+
+    Args:
+        size: of the memory.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._head = size, 0
+        self._starts: deque[int] = deque()  # of parts that are taken
+
+    def take(self, size: int) -> int | None:
+        """Return where a new part begins; None if there is no room for it in one piece."""
+        if not self._starts:
+            self._head = 0
+        tail = self._starts[0] if self._starts else 0
+        start: int | None = None
+        if not self._starts or self._head > tail:
+            if self._size - self._head >= size:
+                start = self._head
+            elif self._starts and tail >= size:
+                start = 0
+        elif tail - self._head >= size:
+            start = self._head
+        if start is not None:
+            self._head = start + size
+            self._starts.append(start)
+        return start
+
+    def give_back(self) -> None:
+        """Give the part back that was taken first."""
+        self._starts.popleft()
+
+
 class FileWriter:
     """Files that are to be written, one after the other.
 
     Args:
-        most_waiting: bytes that may wait; what comes on top of them is not written. The files of
+        memory: for the bytes that wait; what does not fit into it is not written. The files of
             the latest orders are the ones that miss, so a prompt's beginning is written first.
         part: the number of this worker, which writes its part of each bundle.
         layers: which blocks of a bundle are those of this worker's layers.
     """
 
-    def __init__(self, most_waiting: int, part: int = 0, layers: slice = slice(None)) -> None:
-        self._most, self._waiting, self._failed = most_waiting, 0, 0
+    def __init__(self, memory: HostMemory, part: int = 0, layers: slice = slice(None)) -> None:
+        self._memory, self._ring, self._failed = memory, Ring(memory.host.nbytes), 0
         self._part, self._layers = part, layers
         self._told = False
         self._counts = threading.Lock()
@@ -55,19 +97,37 @@ class FileWriter:
         for path in orders.removed:
             self._queue.put(partial(_remove, part_path(path, self._part)))
         size = sum(one.shape[1] * one.element_size() for one in memories)
-        saves: list[FileSave] = []
+        saves: list[tuple[FileSave, slice]] = []
         with self._counts:
             for save in orders.saved:
                 num_bytes = len(save.blocks[self._layers]) * size
-                if self._waiting + num_bytes > self._most:
+                if (start := self._ring.take(num_bytes)) is None:
                     self._failed += len(orders.saved) - len(saves)
                     break
-                self._waiting += num_bytes
-                saves.append(save)
+                saves.append((save, slice(start, start + num_bytes)))
         if saves:
-            contents, ready = _copy_of(memories, [save.blocks[self._layers] for save in saves])
-            for save, content in zip(saves, contents, strict=True):
-                self._queue.put(partial(self._write, save, content, ready))
+            ready = self._copy(memories, saves)
+            for save, place in saves:
+                self._queue.put(partial(self._write, save, place, ready))
+
+    def _copy(
+        self, memories: Sequence[torch.Tensor], saves: Sequence[tuple[FileSave, slice]]
+    ) -> Callable[[], None]:
+        """Copy blocks to their places in the memory; the returned function waits for it."""
+        of_saves = [save.blocks[self._layers] for save, _ in saves]
+        device = memories[0].device
+        ids = upload(np.array([block for of_one in of_saves for block in of_one], np.int64), device)
+        widths = [memory.shape[1] for memory in memories]
+        parts = ids.split([len(of_one) for of_one in of_saves])
+        for (_, place), blocks in zip(saves, parts, strict=True):
+            rows = self._memory.bytes[place].view(memories[0].dtype).view(len(blocks), -1)
+            for memory, out in zip(memories, rows.split(widths, 1), strict=True):
+                torch.index_select(memory, 0, blocks, out=out)
+        if device.type == "cpu":
+            return lambda: None
+        event = torch.Event(device)
+        event.record()
+        return event.synchronize
 
     def take_failed(self) -> int:
         """Return how many files could not be written since the last call."""
@@ -84,39 +144,20 @@ class FileWriter:
         while (job := self._queue.get()) is not None:
             job()
 
-    def _write(self, save: FileSave, content: torch.Tensor, ready: Callable[[], None]) -> None:
+    def _write(self, save: FileSave, place: slice, ready: Callable[[], None]) -> None:
         problem: Exception | None = None
         path = part_path(save.path, self._part)
         try:
             ready()
-            write_file(path, save.begins[self._part], content.view(torch.uint8).numpy())
+            write_file(path, save.begins[self._part], self._memory.host[place].numpy())
         except Exception as error:
             problem = error
         with self._counts:
-            self._waiting -= content.nbytes
+            self._ring.give_back()
             self._failed += problem is not None
         if problem is not None and not self._told:
             self._told = True
             logger.warning("kv-host-cache-dir: %s was not written: %r", path, problem)
-
-
-def _copy_of(
-    memories: Sequence[torch.Tensor], blocks: Sequence[Sequence[int]]
-) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
-    """Return the content of blocks, in host memory once the returned function was called."""
-    ids = np.array([block for of_one in blocks for block in of_one], np.int64)
-    device = memories[0].device
-    chosen = upload(ids, device)
-    copies = [memory.index_select(0, chosen) for memory in memories]
-    copy = torch.cat(copies, 1) if len(copies) > 1 else copies[0]
-    counts = [len(of_one) for of_one in blocks]
-    if device.type == "cpu":
-        return [part.view(-1) for part in copy.split(counts)], lambda: None
-    pinned = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
-    pinned.copy_(copy, non_blocking=True)
-    event = torch.Event(device)
-    event.record()
-    return [part.view(-1) for part in pinned.split(counts)], event.synchronize
 
 
 def _remove(path: str) -> None:

@@ -31,8 +31,13 @@ from vllm_pyramid.step.upload import upload
 from vllm_pyramid.worker.file_writer import FileWriter
 
 _WORD = torch.int64  # blocks are copied in larger units than bytes where these fit
-# Bytes that may wait to be written to files: a pause of the disk is not to take the host's memory.
+# Bytes of memory in which blocks wait to be written to files, at most.
 _MOST_WAITING = 1 << 30
+
+
+def waiting_bytes(num_bytes: int) -> int:
+    """Return the bytes of memory in which blocks wait for files, beside slots of `num_bytes`."""
+    return min(_MOST_WAITING, num_bytes)
 
 
 class HostPool:
@@ -44,6 +49,7 @@ class HostPool:
         allocate: makes host memory that the device addresses.
         part: the number of this worker among all ranks, where bundles are in files.
         summary_rows: see `Attend.summary_rows`.
+        has_files: whether bundles are written to files, for which memory is reserved, too.
 
     Raises:
         ValueError: `num_bytes` hold no slot.
@@ -57,6 +63,8 @@ class HostPool:
         allocate: Callable[[int], HostMemory],
         part: int = 0,
         summary_rows: int = 0,
+        *,
+        has_files: bool = True,
     ) -> None:
         slots = HostSlots.of(num_bytes, specs, summary_rows)
         self._part, self._layers = part, slice(None)  # a state has more blocks than layers
@@ -64,6 +72,7 @@ class HostPool:
             self._layers = slice(specs[0].layer_idx, specs[-1].layer_idx + 1)
         self._memory = allocate(slots.count * slots.num_bytes)
         self.slots = self._memory.bytes.view(slots.count, len(specs), -1)
+        self._waiting = allocate(waiting_bytes(self.slots.nbytes)) if has_files else None
         self._page_bytes = specs[0].page_size_bytes
         self._memories: list[torch.Tensor] = []
         self.writer: FileWriter | None = None
@@ -108,8 +117,8 @@ class HostPool:
         """Copy to the host what the step's other copies, and the step itself, may overwrite."""
         if copies.files is not None:
             if self.writer is None:
-                most = min(_MOST_WAITING, self.slots.nbytes)
-                self.writer = FileWriter(most, self._part, self._layers)
+                assert self._waiting is not None, "the scheduler orders files without a folder"
+                self.writer = FileWriter(self._waiting, self._part, self._layers)
             self.writer.put(copies.files, self._words)
         of_device = iter(self._of([copy for copy in copies.stored if isinstance(copy, HostCopy)]))
         for copy in copies.stored:  # in order: a slot may get something twice
@@ -144,6 +153,8 @@ class HostPool:
         if self.writer is not None:
             self.writer.finish()
         self._memory.release()
+        if self._waiting is not None:
+            self._waiting.release()
 
     @property
     def _words(self) -> list[torch.Tensor]:

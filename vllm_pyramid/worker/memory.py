@@ -11,6 +11,7 @@ from vllm_pyramid.kv_cache.spec import HostSlots
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.eviction_memory import EvictionMemory
 from vllm_pyramid.step.hooks import MethodHooks
+from vllm_pyramid.worker.host_pool import waiting_bytes
 from vllm_pyramid.worker.worker_layers import WorkerLayers
 
 logger = init_logger(f"vllm.{__name__}")
@@ -95,7 +96,10 @@ class WorkerMemory:
             )
         rows = self._settings.policy.attend.summary_rows
         slots = HostSlots.of(wanted, list(self._layers.evicting.values()), rows)
-        return slots.count * slots.num_bytes
+        num_bytes = slots.count * slots.num_bytes
+        if self._settings.host_cache_dir is None:
+            return num_bytes
+        return num_bytes + waiting_bytes(num_bytes)
 
     def check_host(self, free: int) -> None:
         """Raise ValueError unless this worker's part of the host cache fits into `free` bytes."""

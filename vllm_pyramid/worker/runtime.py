@@ -132,6 +132,7 @@ class WorkerRuntime:
                 host_memory_of(self._device),
                 self.pipeline.stage * self._ranks.size + self._ranks.rank,
                 self._settings.policy.attend.summary_rows,
+                has_files=self._settings.host_cache_dir is not None,
             )
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> None:

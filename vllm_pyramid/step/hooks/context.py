@@ -67,7 +67,7 @@ class HostMemory:
     """Memory of the host that the device addresses, too.
 
     Attributes:
-        bytes: `[n]` uint8, zeros, as the device sees them.
+        bytes: `[n]` uint8, zeros, as the device sees them. host: the same, as the host does.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -77,6 +77,7 @@ class HostMemory:
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
         # The system gives memory on the first touch: touch it now, not during a request.
         self.bytes.zero_()
+        self.host = self.bytes
 
     def release(self) -> None:
         """Undo what makes the memory addressable, which is not used any more."""

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forget what was computed with weights that an engine no longer has.
+
+Target: `EngineCore.collective_rpc`. Why: `reload_weights` and updates of weights are calls of the
+workers, of which vLLM tells no scheduler; prefixes, sessions, the host cache and its folder would
+go on with the KV of other weights, beyond a restart. Remove when vLLM resets the prefix cache when
+weights change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")
+
+# Methods of vLLM's workers behind which weights are others. A function that a program sends to the
+# workers by itself may change them, too, which cannot be seen.
+METHODS = frozenset(
+    ("reload_weights", "update_weights", "finish_weight_update", "update_draft_weights")
+)
+
+
+def install() -> None:
+    """Reset the prefix cache of a policy's scheduler behind `METHODS`. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    if getattr(EngineCore, "_vllm_pyramid_weights", False):
+        return
+    # `Callable[...]`: the arguments behind `method` are passed on as they are.
+    collective_rpc: Callable[..., list[Any]] = EngineCore.collective_rpc
+
+    @functools.wraps(collective_rpc)
+    def collective_rpc_and_reset(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        changes = isinstance(method, str) and method in METHODS
+        changes = changes and hasattr(self.scheduler, "pyramid")
+        try:
+            return collective_rpc(self, method, *args, **kwargs)
+        finally:
+            if changes:  # a call that has failed may have changed some of them
+                self.scheduler.reset_prefix_cache(reset_running_requests=True)
+                logger.info("%s: everything computed with the old weights is forgotten", method)
+
+    EngineCore.collective_rpc = collective_rpc_and_reset  # type: ignore[method-assign]
+    EngineCore._vllm_pyramid_weights = True  # type: ignore[attr-defined]
