@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output projection as vLLM's layers show it, and what is refused.
-
-`tests/engine/test_scorers.py` compares it with Transformers' weights in a running engine.
-"""
+"""The output projection as vLLM's layers show it, and what is refused."""
 
 from __future__ import annotations
 
