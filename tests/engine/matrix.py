@@ -40,7 +40,7 @@ class Case:
         shares: whether requests share prefixes. resumes: whether turns resume the turn before.
         evicts: whether it ever drops a token. traced: whether traces say which.
         oracle: whether Transformers with hidden keys says what decoding gives.
-        scored: whether a scorer ranks the tokens of one prompt at once.
+        scored: whether a scorer ranks a prompt in a step in which no other evicts.
         best: whether kept positions are those that the scorer ranks best.
         core: runs in `make test`; the others in `make test-all`.
     """
@@ -223,12 +223,15 @@ BESIDE: dict[str, Case] = {
         shares=False,
     ),
     # The paper's own: one token in, one out.
-    "h2o, every token": gathers(40, {"interval": 1, "fill_blocks": False}, policy="h2o"),
+    "h2o, every token": gathers(
+        40, {"interval": 1, "fill_blocks": False}, policy="h2o", scored=False
+    ),
     "duoattention, inside the prompt": of_heads(
         args={**_HEADS, "heads.sinks": 8, "heads.recent": 40, "chunk.tokens": 100},
         policy="duoattention",
         beyond=None,
         exact=False,
+        best=False,  # later evictions: its heads hold different numbers of tokens
     ),
     "pyramidkv, V in host memory": Case(
         40,
