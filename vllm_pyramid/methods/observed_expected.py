@@ -45,7 +45,7 @@ class ObservedExpectedScorer(Scorer):
     kind: Literal["observed_expected"] = "observed_expected"
     queries: int = Field(default=16, ge=1)
     kernel_size: int = Field(default=21, ge=1, le=1023)
-    expected: float = Field(default=1.0, ge=0.0)
+    expected: float = Field(default=0.25, ge=0.0)
     future_positions: int = Field(default=512, ge=1)
 
     _odd = odd("kernel_size")
