@@ -46,6 +46,21 @@ def test_the_diagram_is_what_its_source_draws() -> None:
     assert module.OUTPUT.read_text(encoding="utf-8") == module.draw(), f"run {module.__file__}"
 
 
+def test_pages_of_methods_are_what_the_code_says() -> None:
+    module = _script("method_pages")
+    wanted = module.pages()
+    there = {path.name: path.read_text(encoding="utf-8") for path in module.FOLDER.iterdir()}
+    assert there == wanted, f"run {module.__file__}"
+
+
+def test_a_page_has_the_values_of_its_preset() -> None:
+    pages = _script("method_pages").pages()
+    assert "| `kernel_size` | 11 | width of the pooling" in pages["pyramidkv-wide.md"]
+    assert "| `attend.budget` | 12% |" in pages["select.md"]
+    assert "| `chunk.scorer` | keydiff |" in pages["snapkv-chunked.md"]
+    assert "No preset has it" in pages["ridge.md"]
+
+
 def refused() -> str:
     """The table of what is refused, from the code's own list."""
     from vllm_pyramid.frontend.refusals import OF_CONFIGURATION

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prompt's end attends to, and what future queries are expected to: both in one score."""
+"""What the prompt's end attends to, and what future queries are expected to: both in one score.
+
+It costs the attention of `queries` queries and their products with all keys, in PyTorch. It needs
+the window's queries without rotary embedding, and is refused for models whose embedding is not
+known. `expected` was 1 until 2026-11-27; why it is 0.25 now, and what hybrids with few full layers
+may set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
+"""
 
 from __future__ import annotations
 
