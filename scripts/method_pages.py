@@ -93,11 +93,10 @@ def argument(policy: Policy | None, section: str, name: str) -> str:
     return name if fields.count(name) == 1 and name not in SECTIONS else f"{section}.{name}"
 
 
-def value(part: Component, name: str) -> str:
+def written(raw: object) -> str:
     """Return a field's value as a preset writes it."""
-    raw = part.model_dump(mode="json")[name]
     raw = raw["kind"] if isinstance(raw, dict) and "kind" in raw else raw
-    return "none" if raw is None else raw if isinstance(raw, str) else json.dumps(raw)
+    return raw if isinstance(raw, str) else json.dumps(raw)
 
 
 def section_of(
@@ -122,8 +121,9 @@ def section_of(
     for name, field in cls.model_fields.items():
         if name in INTERNAL:
             continue
-        given = value(part, name) if part else "" if field.is_required() else str(field.default)
-        meaning = linked(meanings[name]).replace("|", "\\|")
+        default = "" if field.is_required() else field.get_default(call_default_factory=True)
+        given = written(part.model_dump(mode="json")[name] if part else default)
+        meaning = re.sub(r"\bNone\b", "null", linked(meanings[name]).replace("|", "\\|"))
         rows.append(f"| `{argument(policy, section, name)}` | {given} | {meaning} |")
     found = [f"## `{section}`: `{kind}`", prose(text)]
     if rows:
@@ -132,11 +132,12 @@ def section_of(
     if cls.__module__.startswith(METHODS):
         file = Path(inspect.getfile(cls))
         for module in (file, *(file.with_name(f"{name}.py") for name in MORE.get(kind, ()))):
-            if (there := homes.setdefault(module, own)) == own:
+            if module not in homes:
+                homes[module] = own
                 tree = ast.parse(module.read_text(encoding="utf-8"))
                 found.append(prose(ast.get_docstring(tree) or ""))
-            elif there != home:
-                found.append(f"[More]({there}.md).")
+            elif homes[module] not in (own, home):
+                found.append(f"[More]({homes[module]}.md).")
     return "\n\n".join(found)
 
 

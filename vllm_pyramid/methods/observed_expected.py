@@ -41,7 +41,7 @@ class ObservedExpectedScorer(Scorer):
         queries: number of the window's last queries whose attention and statistics count.
         kernel_size: width of the pooling of the first score in tokens, odd.
         expected: weight of the second score; the first has 1.
-        future_positions: see `ExpectedAttentionScorer`.
+        future_positions: number of positions to come over which the second score averages.
     """
 
     scores_sinks: ClassVar[bool] = False

@@ -25,7 +25,8 @@ many such tokens the prompt has. Torch is only imported where a worker calls the
   the lower layer's first. No other lengths of the total have a greater mean retention. Where XKV
   adds one token a step, one top-N gives the same lengths, and no mini-prefill is needed. With
   `retention` the budget is a limit, 100 % by default, and `kv_budget` of a response is the mean.
-- **`needed_tokens`** shares as `shares` does; between layers only, on pooled scores.
+- **`needed_tokens`** shares as `shares` does; between layers only, on pooled scores. `xkv` pools
+  over 7 positions, its paper's width, and `zigzagkv` over 5.
 - **Needs** a scorer of attention (`observation_window`, `future_attention`), of all layers before
   the first is shortened. Not with evictions inside the prompt.
 
