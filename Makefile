@@ -102,9 +102,11 @@ lint: $(STAMP)  ## ruff (rules and format), mypy, and links, licences and packag
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy vllm_pyramid
+	$(PY) scripts/method_pages.py --check
 	$(PY) scripts/check_repo.py
 
 docs: $(STAMP)  ## Build the site of docs/ into build/site, offline; a broken link fails.
+	$(PY) scripts/method_pages.py
 	$(PY) -m mkdocs build --strict
 	$(PY) scripts/check_repo.py --site build/site
 

@@ -53,6 +53,21 @@ def test_the_tables_of_what_is_refused_are_those_of_the_code() -> None:
     assert module.written(text) == text, f"run {module.__file__}"
 
 
+def test_pages_of_methods_are_what_the_code_says() -> None:
+    module = _script("method_pages")
+    wanted = module.pages()
+    there = {path.name: path.read_text(encoding="utf-8") for path in module.FOLDER.iterdir()}
+    assert there == wanted, f"run {module.__file__}"
+
+
+def test_a_page_has_the_values_of_its_preset() -> None:
+    pages = _script("method_pages").pages()
+    assert "| `kernel_size` | 11 | width of the pooling" in pages["pyramidkv-wide.md"]
+    assert "| `attend.budget` | 12% |" in pages["select.md"]
+    assert "| `chunk.scorer` | keydiff |" in pages["snapkv-chunked.md"]
+    assert "No preset has it" in pages["ridge.md"]
+
+
 def test_they_have_the_rows_of_all_policies() -> None:
     """The kinds and fields of which they are made are those of the presets, and more."""
     told = {(row.part, row.features) for row in _script("write_limits").rows()}

@@ -119,7 +119,7 @@ def test_the_papers_settings_by_hand() -> None:
 
 @pytest.mark.parametrize(("layers", "percent"), [(32, 74.2), (40, 70.6), (80, 59.8)])
 def test_what_the_papers_settings_come_to(layers: int, percent: float) -> None:
-    """docs/policies.md has these figures."""
+    """The docstring of `methods/thinning/engine.py` has these figures."""
     plan = _plan(load_policy("pyramidinfer", None, {"piece_tokens": 4096}), 4096, layers)
     assert 100 * plan.end.keep.mean() / 4096 == pytest.approx(percent, abs=0.1)
     half = _plan(load_policy("pyramidinfer", "50%", {"interval": 1}), 4096, layers)

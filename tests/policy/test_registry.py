@@ -45,7 +45,8 @@ def test_the_presets() -> None:
     for name, policy in zip(names, load_presets(), strict=True):
         assert policy.name == name
         assert "https://" in policy.paper or name == "random"  # a control, nobody's method
-        assert f"| `{name}` |" in DOCS.read_text(), f"docs/policies.md has no row for {name}"
+        row = f"| [`{name}`](methods/{name}.md)"
+        assert row in DOCS.read_text(), f"docs/policies.md has no row for {name}"
 
 
 def test_auto_is_a_preset() -> None:

@@ -2,6 +2,15 @@
 """Allocators that know the lengths beforehand: equal, fixed shares, or falling with depth.
 
 Notation as in `allocator.py`.
+
+The formulas distribute what is kept beyond window and sinks, x = l / (m - 1):
+
+    uniform       k(l) = B
+    arithmetic    k(l) = k(0) - (k(0) - k(m-1)) x,   k(m-1) = B / beta,   k(0) = 2 B - k(m-1)
+    shares        k(l) = f B + (1 - f) B m w(l) / sum(w),   f: `floor`, w: the shares
+
+Real numbers are rounded by largest remainder, ties to the lower layer, so the sum is exact. At beta
+20 and 32 layers the bottom layer keeps 1.95 B. With one layer every allocator keeps B.
 """
 
 from __future__ import annotations

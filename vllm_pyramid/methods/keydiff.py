@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep keys that differ from the others (KeyDiff, NeurIPS 2025, arXiv:2504.15364)."""
+"""Keep keys that differ from the others (KeyDiff, NeurIPS 2025, arXiv:2504.15364).
+
+It costs two passes over the keys, in PyTorch. With `{"schedule": "interval"}` it evicts while
+generating, too. It looks at no question, so it loses facts at an eviction at the prompt's end
+(docs/quality.md), and is the best scorer measured for evictions inside the prompt.
+"""
 
 from __future__ import annotations
 

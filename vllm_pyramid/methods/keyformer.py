@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accumulated attention with Gumbel noise (Keyformer, MLSys 2024, arXiv:2403.09054)."""
+"""Accumulated attention with Gumbel noise (Keyformer, MLSys 2024, arXiv:2403.09054).
+
+It evicts every 64 tokens, and the noise is a function of head, query and key, so that runs can be
+repeated. In each step the attention is computed once more with noise, in PyTorch: it is for
+comparisons, not for speed. All else is as with `h2o`.
+"""
 
 from __future__ import annotations
 

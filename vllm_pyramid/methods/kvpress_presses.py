@@ -10,6 +10,17 @@ by name (`REFUSED`).
 
 kvpress's package replaces attention functions of Transformers when it is imported, and asks for
 another version of it. So the modules of presses are imported past the package's own `__init__`.
+
+    pip install --no-deps kvpress==0.5.5
+    --kv-policy snapkv --kv-policy-args '{"window": 64, "scorer": {"kind": "kvpress",
+        "press": "ExpectedAttentionPress"}}'
+
+These run: `CURPress`, `CapPress`, `ExpectedAttentionPress`, `KeyDiffPress`, `KnormPress`,
+`LagKVPress`, `LeverageScorePress`, `RandomPress`, `SnapKVPress`, `TOVAPress` (on a single rank).
+They keep what kvpress keeps, index for index: lab/results/kvpress.md#presses-as-scorers. Budget,
+window, sinks, allocator and selector are the policy's. Presses score whole prompts, so
+`chunk.tokens`, `kv_turns` and evictions of generated tokens are refused. They run in PyTorch, once
+a prompt and layer.
 """
 
 from __future__ import annotations

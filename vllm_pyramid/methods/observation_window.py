@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the prompt's last queries: SnapKV, PyramidKV, and most methods since."""
+"""Attention of the prompt's last queries: SnapKV, PyramidKV, and most methods since.
+
+It costs, once a prompt and layer, the attention scores of `window` queries, a top-k and the copying
+of the survivors. It needs the queries of the last `window` prompt tokens in one chunk.
+
+`snapkv` and `pyramidkv` differ in the allocator alone. Their window of 8 is PyramidKV's `alpha`.
+SnapKV's authors pool and select for each query head; here the query heads of a KV head are reduced
+to one score, for which `snapkv-max` takes the maximum. How wide to pool: docs/policies.md.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prompt's end attends to, and what future queries are expected to: both in one score."""
+"""What the prompt's end attends to, and what future queries are expected to: both in one score.
+
+It costs the attention of `queries` queries and their products with all keys, in PyTorch. It needs
+the window's queries without rotary embedding, and is refused for models whose embedding is not
+known. `expected` was 1 until 2026-11-27; why it is 0.25 now, and what hybrids with few full layers
+may set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +41,7 @@ class ObservedExpectedScorer(Scorer):
         queries: number of the window's last queries whose attention and statistics count.
         kernel_size: width of the pooling of the first score in tokens, odd.
         expected: weight of the second score; the first has 1.
-        future_positions: see `ExpectedAttentionScorer`.
+        future_positions: number of positions to come over which the second score averages.
     """
 
     scores_sinks: ClassVar[bool] = False
@@ -45,7 +51,7 @@ class ObservedExpectedScorer(Scorer):
     kind: Literal["observed_expected"] = "observed_expected"
     queries: int = Field(default=16, ge=1)
     kernel_size: int = Field(default=21, ge=1, le=1023)
-    expected: float = Field(default=1.0, ge=0.0)
+    expected: float = Field(default=0.25, ge=0.0)
     future_positions: int = Field(default=512, ge=1)
 
     _odd = odd("kernel_size")

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep the first and the most recent tokens (StreamingLLM, arXiv:2309.17453; window attention)."""
+"""Keep the first and the most recent tokens (StreamingLLM, arXiv:2309.17453; window attention).
+
+It costs the copying of the survivors, once at the prompt's end. `{"sinks": 0}` keeps the most
+recent tokens alone. `{"schedule": "interval"}` makes a rolling cache, which evicts 64 tokens at
+once; the paper drops one for each new one and counts positions within the cache, here every token
+keeps its position.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,15 @@ cheapest that recovers `recovery` of its attention is taken. The rules here are 
 alone or with the best tokens by the policy's scorer, and everything; punctuation and local shares,
 which the paper has too, are not among them. The lengths are solved as those of adaptive heads are
 (`adaptive_heads/`), and the budget is an upper limit of what the heads of a layer keep on average.
+
+    vllm serve MODEL --kv-policy fastgen --kv-policy-args '{"recovery": 0.9}'
+    vllm serve MODEL --kv-policy fastgen --kv-budget 30%
+
+There is no limit unless you give a budget: flat attention keeps everything. Where the heads of a
+layer ask for more than it, the longest are lowered to one level. The paper looks at the attention
+of all the prompt's queries; here it is the scorer's, whose scores must not be negative
+(`future_attention`, `observation_window`). `expected_attention` leaves sinks out of its softmax, so
+it takes `shares` that begin above 0. Cost and limits are those of adaptive heads (`adakv`).
 """
 
 from __future__ import annotations

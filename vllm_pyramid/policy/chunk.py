@@ -51,6 +51,8 @@ class Chunk(Component):
 class EvictionPoints(Chunk):
     """Evict inside the prompt every `tokens` tokens, or not at all.
 
+    What it bounds, costs and refuses: docs/policies.md#evicting-inside-the-prompt.
+
     Attributes:
         tokens: E, between two points; 0: the prompt's end is the first eviction.
         keep: mean tokens kept per layer and KV head at a point, window and sinks included; raised

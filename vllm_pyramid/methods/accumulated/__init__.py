@@ -3,6 +3,22 @@
 
 `gather.py` keeps a pool of what the queries so far gave each key: 4 bytes a token, layer and KV
 head. A scorer says what one step's queries add (`observe`), or names a kernel that adds it.
+
+With the schedule `interval` the cache of a request stays bounded however long the answer gets:
+
+    computed tokens   n ........ n + i ........ n + 2 i ...       n: the prompt, i: `interval`
+    a layer holds     budget     + i, back to the budget, + i, back to the budget ...
+
+- **Budget.** It is a number of tokens by default; a share is one of the prompt. Survivors move up
+  and keep their positions. A preempted request evicts at the same points again. The report of a
+  response is that of the latest eviction, which `computed_tokens` dates.
+- **`h2o`.** Half of the tokens are the most recent ones (`recent`), the others the best. The paper
+  evicts one token for each that comes: `{"interval": 1, "fill_blocks": false}`, on the CPU.
+- **`scissorhands`.** Counts begin again at each eviction, so `queries` is at most `interval`. The
+  paper's B is the most that is held, here budget + `interval`; its m is `interval`.
+- **Cost.** 4 bytes a token, layer and KV head, out of the cache's memory. In each step the softmax
+  once more without V: one pass over K, on CUDA two. On CUDA there are no full graphs for decode
+  steps, and `FULL` is refused.
 """
 
 from __future__ import annotations

@@ -14,6 +14,18 @@ choices are one.
 The lengths are known when a layer has attended at the prompt's end: the worker solves them layer by
 layer (`worker.py`), and the scheduler frees blocks by what it reports, as it does for allocators
 that solve (`methods/solved/`).
+
+- **Lengths.** Each head's part is rounded up to its blocks, which hold its next best tokens. Of
+  equal scores the lower positions stay, then those of the lower heads. A response's
+  `solved_tokens` has the solved lengths, `kept_tokens` those in whole blocks.
+- **Scores must mean the same in all heads.** Shares of a softmax times the norm of V do; norms of
+  keys do not. Scorers must look at each KV head by itself: `observation_window`, and those that say
+  `in_parts`. Without window and sinks the tokens are those of kvpress's `AdaKVPress`.
+- **Cost.** As streaming heads, and at the prompt's end a joint top-k of each layer. Scores of one
+  layer wait until its last head has attended: 4 bytes a prompt token and head; 24 are reserved.
+- **Limits.** On CPUs alone, and those of streaming heads: docs/limits.md#of-this-version. The
+  preset's scorer does not look for what the prompt's end attends to, so it loses facts that `auto`
+  keeps: lab/results/single-heads.md.
 """
 
 from __future__ import annotations

@@ -6,6 +6,27 @@
 Both pools are addressed by one block table, so V needs no accounting of its own: host page b is in
 use exactly while device page b belongs to a layer without V on the device. What is evicted is
 decided as without it.
+
+    vllm serve MODEL --kv-policy kcache --kv-swap-space 8
+    vllm serve MODEL --kv-policy pyramidkv --kv-policy-args '{"values": "host"}'
+
+- **Answers.** With `top_n` at least the context the output is that of `full`, bit for bit. The
+  paper's weights do not sum to 1, which makes a layer's output too small where attention is wide:
+  docs/quality.md#v-in-host-memory. Use `{"renormalize": false}` for models with learned sinks,
+  whose share of the softmax is meant to be missing.
+- **Device memory.** A block without V has twice the tokens, so that all blocks have one size. Of m
+  layers, L of them on the device, a request takes (m + L) / 2m of the blocks of `full`.
+- **Host memory.** `--kv-swap-space GiB` is the most that each worker takes; by default it is as
+  much as the device's KV cache. A smaller host pool makes the device's pool as small. Too little
+  for one request of `--max-model-len` is refused with the numbers.
+- **A request** may set `kv_top_n`. A response has `v_bytes_written`, `v_bytes_read` and
+  `v_bytes_read_per_token`: N x query heads x head size x bytes of an element x swapped layers.
+- **On CUDA** V lies in pinned memory and CUDA graphs are `PIECEWISE`; `FULL` and
+  `FULL_DECODE_ONLY` are refused. Buffers are taken out of the cache's memory: twice V of
+  `--max-model-len` and of `--max-num-batched-tokens` tokens in one layer, and 128 MiB. It ran once
+  (docs/gpu.md); the time of fetching rows was not measured. On the CPU both pools are host memory,
+  so it serves to measure quality.
+- **Not with** policies that evict during generation, accumulate scores or thin prompts.
 """
 
 from __future__ import annotations

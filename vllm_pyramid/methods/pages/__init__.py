@@ -10,6 +10,8 @@
 
 It saves time, not memory; with a policy that evicts it saves both. `worker.py` does this, the other
 files are page scorers.
+
+Settings, page scorers, costs and what was measured: docs/select.md.
 """
 
 from __future__ import annotations

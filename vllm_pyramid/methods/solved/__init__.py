@@ -11,6 +11,30 @@ What happens where (S prompts end in a step, L layers):
 
 Notation as in `allocator.py`: m layers, B the mean number of tokens beyond window and sinks, C how
 many such tokens the prompt has. Torch is only imported where a worker calls these.
+
+    --kv-policy xkv --kv-policy-args '{"retention": 0.9}'
+
+- **Plans.** Only the total is known before a prompt has been processed. Each prompt is solved on
+  its own, again if it is preempted. A response's `solved_tokens` has the lengths, whose sum is the
+  budget times the number of layers, and `kept_tokens` those in whole blocks.
+- **Cost.** Once a prompt: a top-N over the scores of all layers (`global`) or a sort a head and
+  layer (`needed_tokens`), and a number a layer read back. Until the last layer has attended, scores
+  take 4 bytes a KV head, layer and prompt token, outside the memory that vLLM measures.
+- **`global`**: layer l keeps as many as lie in it of the B m greatest numbers
+  `w(l, i) / sum_i w(l, i)`, w(l, i) being token i's score, mean over the KV heads; of equal ones
+  the lower layer's first. No other lengths of the total have a greater mean retention. Where XKV
+  adds one token a step, one top-N gives the same lengths, and no mini-prefill is needed. With
+  `retention` the budget is a limit, 100 % by default, and `kv_budget` of a response is the mean.
+- **`needed_tokens`** shares as `shares` does; between layers only, on pooled scores. `xkv` pools
+  over 7 positions, its paper's width, and `zigzagkv` over 5.
+- **Needs** a scorer of attention (`observation_window`, `future_attention`), of all layers before
+  the first is shortened. Not with evictions inside the prompt.
+
+Calibrated lengths are known beforehand. This averages each layer's share over your prompts and
+writes a preset with the allocator `shares`, for models with as many layers; `--picture` shows how
+far prompts differ:
+
+    vllm-pyramid calibrate --model MODEL --prompts FILE.jsonl --kv-budget 512 -o budgets.yaml
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@
 XKV's online mode (arXiv:2412.05896): the budgets of one application look alike, so a sample of its
 requests is enough. The scheduler alone decides, when a request arrives, and sends the shares with
 it; the workers never count anything, so both sides agree.
+
+    --kv-policy xkv --kv-policy-args '{"sample_share": 0.1}'     # every tenth request is solved
+    --kv-policy xkv --kv-policy-args '{"sample_first": 20}'      # only the first twenty are
+
+An application is a name that requests carry (`vllm_xargs`: `{"kv_application": "mail"}`), apart for
+each `cache_salt`; there are 1024 at most. Until its first prompt is solved, each of its prompts is.
+A response with averaged shares has `averaged_over`, the number of prompts that they are of. Which
+requests are solved depends on the order of arrival, so outputs do too. Not with `retention`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,32 @@ prefill takes less time and memory.
 
 Behind the prompt all heads keep what is generated, as other methods here do; the papers let the
 window slide on.
+
+The mask is measured once for a model:
+
+    vllm-pyramid calibrate --heads --model MODEL -o heads --share 0.5 --prompts FILE.jsonl
+    vllm serve MODEL --kv-policy duoattention --kv-policy-args '{"mask": "heads", "share": 0.5}'
+
+`calibrate` loads the model in Transformers and repeats random tokens four times. A KV head's score
+is the share of its attention that falls on earlier copies of a token (echo) or on what followed
+them (induction), whichever is larger. `--probe mean` looks at your prompts instead, as kvpress
+does: how far back the mean query of a prompt looks. The command then tries the mask next to random
+ones of as many heads. It prints how much of a repeated text the model can still copy and, with
+`--prompts` of 640 tokens or more, how far the answers diverge. `--mask` tries published scores:
+DuoAttention's folder, or the `.json` file of HeadKV (arXiv:2410.19258). The probe refuses sliding
+windows, capped logits, learned sinks and latent attention.
+
+- **Memory.** Each KV head has a block table of its own. A block has as many bytes as one of all
+  heads: 16 tokens of 8 heads are 128 tokens of one. A streaming head's tokens are rounded up to
+  such blocks. By arithmetic half of the heads of Llama-3.1-8B, with 128 + 256 tokens, take 52 % of
+  the blocks at 8,192 tokens. There is no budget. A prompt needs all its blocks until its end.
+- **Prefix caching.** A request finds what others have computed, up to the block in which its own
+  streaming heads' survivors begin. With inner evictions it finds prefixes up to the first of them.
+- **RazorAttention's masks** take the best 1 % of the heads by echo and 14 % by induction; this
+  probe takes the larger of both scores.
+- **Limits**: docs/limits.md#of-this-version. With tensor-parallel ranks fewer heads stream:
+  docs/parallel.md#lengths-of-single-heads.
+- **Measured**: lab/results/single-heads.md, and decode rates in docs/benchmarks.md.
 """
 
 from __future__ import annotations

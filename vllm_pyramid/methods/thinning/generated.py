@@ -8,6 +8,15 @@ The attention that generated tokens are given is gathered (`accumulated/gather.p
 leaves the window, its best tokens are marked to stay and the others to go, once and for all; when
 the others go is up to the selection, by whole blocks. The newest group begins with nothing, so that
 when it leaves it will have been given something by the queries of the window behind it alone.
+
+    --kv-policy pyramidinfer --kv-policy-args '{"schedule": "thin_generated"}'
+
+A token's score is the mean attention of the window's queries to it, over all query heads. The best
+of a group stay, one set for all heads of a layer, of equal ones the older. With the defaults the
+lowest layer keeps 90 % and the highest 9 %, half on average, so the cache still grows with the
+answer. With `fill_blocks` the others stay visible until they fill a block. The queries of the
+window weigh alike; the paper says only that later ones weigh more. It costs one more pass over the
+keys in each decode step, and 4 bytes a token, layer and KV head.
 """
 
 from __future__ import annotations

@@ -9,6 +9,26 @@
 It saves time before the first token of long prompts. K and V of the layers above are approximate,
 though always the same for the same tokens (`policy/prefill.py`). XAttention, arXiv:2503.16428; that
 prompts attend sparsely: MInference, arXiv:2407.02490.
+
+    vllm serve MODEL --kv-policy sparse-prefill
+    vllm serve MODEL --kv-policy auto --kv-policy-args '{"prefill": "antidiagonal"}'
+
+The worth of a tile is estimated by sums of products over antidiagonals of 16 x 16 tokens, softmaxed
+and averaged over the query heads of a KV head. A tile of queries takes the first tile, its own, and
+the best of the others until `top_p` is reached. The paper lets query heads choose by themselves.
+
+- **This is not lossless**: K and V above the first sparse layer are approximate, and everything
+  that follows. Cost and gain to 8k: lab/results/gates.md#f-sparse-prefill. `dense_last` must cover
+  the policy's window, whose queries then see whole attention.
+- **Chunks** end at multiples of 128, so a step needs room for 128 prompt tokens next to the
+  requests that decode.
+- **Prefix caching** finds the sparse part of a prompt, in whole tiles, for requests with the same
+  settings. `kv_policy: full` computes exactly and shares nothing with them.
+- **A response** has `prefill_tiles_read` and `prefill_tiles_visible` (docs/usage.md).
+- **Refused**: CUDA; `h2o`, `scissorhands`, `keyformer`, `schedule: interval` (skipped tiles give no
+  scores); `pyramidinfer`; and, not tried: solved lengths, `chunk.tokens`, selected pages, streaming
+  heads, V in host memory, sliding windows, states, drafts, pipeline stages, `kv_turns` (but
+  `kv_turn_mode: exact`).
 """
 
 from __future__ import annotations

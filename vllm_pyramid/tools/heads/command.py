@@ -38,7 +38,7 @@ _TOKENS = (8192, 32768)  # of requests whose memory is told
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of heads to the parser of `calibrate`."""
-    group = parser.add_argument_group("heads", "docs/policies.md, heads that look far back")
+    group = parser.add_argument_group("heads", "docs/methods/duoattention.md")
     group.add_argument(
         "--heads",
         action="store_true",
