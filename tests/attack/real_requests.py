@@ -235,7 +235,9 @@ class Clients:
         engine.check_whole()
         scheduler, coordinator = engine.scheduler, engine.coordinator
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting
-        assert scheduler.pyramid.admission is None or not len(scheduler.pyramid.admission.table)
+        assert scheduler.pyramid.chunks.admission is None or not len(
+            scheduler.pyramid.chunks.admission.table
+        )
         assert not engine.client.output_processor.request_states
         assert not coordinator.prefixes._published_from
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)

@@ -125,7 +125,9 @@ class Bench:
         engine.check_whole()
         scheduler, coordinator = engine.scheduler, engine.coordinator
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting
-        assert scheduler.pyramid.admission is None or not len(scheduler.pyramid.admission.table)
+        assert scheduler.pyramid.chunks.admission is None or not len(
+            scheduler.pyramid.chunks.admission.table
+        )
         assert not engine.client.output_processor.request_states
         assert not coordinator.prefixes._published_from
         assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
@@ -137,14 +139,14 @@ class Bench:
 def small_pool(engine: Engine, blocks: int) -> Iterator[None]:
     """Leave `blocks` blocks in the pool, and start whatever fits; what was cached is gone."""
     pool, scheduler = engine.pool, engine.scheduler
-    admission, size = scheduler.pyramid.admission, pool.num_gpu_blocks
+    admission, size = scheduler.pyramid.chunks.admission, pool.num_gpu_blocks
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
     pool.num_gpu_blocks = blocks + 1
-    scheduler.pyramid.admission = None
+    scheduler.pyramid.chunks.admission = None
     try:
         yield
     finally:
-        scheduler.pyramid.admission, pool.num_gpu_blocks = admission, size
+        scheduler.pyramid.chunks.admission, pool.num_gpu_blocks = admission, size
         pool.free_blocks(taken)
 
 

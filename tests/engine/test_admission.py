@@ -62,7 +62,7 @@ def test_a_job_without_preemptions(
     print(f"forecast: {preemptions} preempted, {computed} tokens, {most} at once")
     assert preemptions["all"] == 0
     assert computed == REQUESTS * (PROMPT + ANSWER - 1)
-    assert not engine.scheduler.pyramid.admission.table
+    assert not engine.scheduler.pyramid.chunks.admission.table
     # As `kv_admission="prompt"` starts it (tests/scheduler), without waiting for another engine.
     monkeypatch.setattr(engine.scheduler, "_admission", None)
     stock, preemptions, computed, more = _run(engine)

@@ -20,6 +20,7 @@ from tests.engine.matrix import BESIDE, CASES, ENGINE, MODEL, Case
 from tests.engine.models import SHAPES
 from tests.engine.support import EnginePool, Outcome, is_compiled, is_cpu_build
 from vllm_pyramid.policy import load_policy, policy_names
+from vllm_pyramid.policy.capabilities import Feature
 
 Property = Callable[[Bench], None]
 # What a row must be able to do for a property.
@@ -69,8 +70,9 @@ def test_rows_say_what_their_policies_cannot_do(name: str) -> None:
     case = ROWS[name]
     policy = load_policy(case.policy or name, case.budget, case.args)
     assert case.evicts == policy.evicts
-    assert case.shares == (policy.why_not_shareable is None), policy.why_not_shareable
-    assert case.resumes == (policy.why_not_resumable is None), policy.why_not_resumable
+    for has, feature in ((case.shares, Feature.PREFIX_CACHING), (case.resumes, Feature.KV_TURNS)):
+        why = policy.why_not(feature)
+        assert has == (why is None), why
 
 
 @pytest.fixture(scope="session")

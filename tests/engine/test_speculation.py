@@ -263,7 +263,7 @@ def test_nobody_is_preempted_for_drafts(
         outcomes = engine.run(_waves(short_of_blocks=True)[0])
     assert all(len(outcome.token_ids) == 100 for outcome in outcomes)
     assert preemptions["all"] == 0
-    assert engine.scheduler.pyramid.admission.pace.mean > 1
+    assert engine.scheduler.pyramid.chunks.admission.pace.mean > 1
 
 
 @pytest.mark.parametrize(

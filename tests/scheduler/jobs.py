@@ -53,7 +53,7 @@ class Job:
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.setup, self.num_blocks)
         self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, self.num_blocks)
-        admission = self.scheduler.pyramid.admission
+        admission = self.scheduler.pyramid.chunks.admission
         if admission is None:
             return
         admits = admission.admits
@@ -101,7 +101,7 @@ class Job:
             self.step()
         while self.in_flight:
             self.scheduler.update_from_output(*self.in_flight.popleft())
-        if (admission := self.scheduler.pyramid.admission) is not None:
+        if (admission := self.scheduler.pyramid.chunks.admission) is not None:
             assert not len(admission.table), "a request has ended and is still in the table"
 
     @property

@@ -128,8 +128,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert host is not None
             most = self.setup.host_slots * self.setup.num_layers * page
             host.files = HostFiles(self.folder.name, "one", page, 2 * most, most, patience=0)
-        if self.scheduler.pyramid.admission is not None:
-            self.watch(self.scheduler.pyramid.admission)
+        if self.scheduler.pyramid.chunks.admission is not None:
+            self.watch(self.scheduler.pyramid.chunks.admission)
         if self.setup.beside and self.setup.prefix_caching:
             self.watch_windows()
         if self.setup.host_slots:
@@ -616,8 +616,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert processed >= plan.exact_tokens
             if plan.inner:
                 self.check_peak(name, request)
-            if self.scheduler.pyramid.admission is not None:
-                self.check_forecast(name, request, self.scheduler.pyramid.admission)
+            if self.scheduler.pyramid.chunks.admission is not None:
+                self.check_forecast(name, request, self.scheduler.pyramid.chunks.admission)
 
     @property
     def drafts_in_flight(self) -> int:
@@ -699,7 +699,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert not scheduler.running and not scheduler.waiting
         assert not any(s._of_request or s._averaged for s in self.sampled)
-        assert scheduler.pyramid.admission is None or not len(scheduler.pyramid.admission.table)
+        assert scheduler.pyramid.chunks.admission is None or not len(
+            scheduler.pyramid.chunks.admission.table
+        )
         assert not self.worker.rows and not self.worker.tracker._requests
         assert self.worker.tracker._num_open == 0
         if self.folder is not None:

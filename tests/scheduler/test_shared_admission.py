@@ -190,7 +190,7 @@ def test_nobody_is_preempted_too_soon(variant: str) -> None:
 def test_behind_its_first_eviction_a_request_is_counted_with_all_it_may_hold() -> None:
     """Who evicts inside a prompt shares until then, and comes to its peak again."""
     job = SharingJob(INSIDE, 60 * INSIDE.num_layers)
-    admission, coordinator = job.scheduler.pyramid.admission, job.scheduler.coordinator
+    admission, coordinator = job.scheduler.pyramid.chunks.admission, job.scheduler.coordinator
     assert admission is not None
     plans = {}
     for index, length in enumerate((30, 46, 64)):
@@ -235,7 +235,7 @@ def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
     job.add_prompt(0, 128, 132, 60)
     job.step()
     job.add_prompt(1, 128, 132, 4)
-    admission = job.scheduler.pyramid.admission
+    admission = job.scheduler.pyramid.chunks.admission
     assert admission is not None
     looks, lacking = [], admission.missing_blocks
 

@@ -20,7 +20,10 @@ class Chunks:
     of a prompt is never shorter than the observation window.
 
     Args:
-        engine: vLLM's scheduler. admission: decides which prompts start; None: vLLM's own rule.
+        engine: vLLM's scheduler.
+
+    Attributes:
+        admission: decides which prompts start; None: vLLM's own rule.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class Chunks:
         settings: ServedSettings,
         admission: Admission | None,
     ) -> None:
-        self._engine, self._coordinator, self._admission = engine, coordinator, admission
+        self._engine, self._coordinator, self.admission = engine, coordinator, admission
         policy = settings.policy
         self._splits_at_prompt_end = policy.splits_at_prompt_end
         self._min_last, self._min_inner = settings.min_last_chunk, settings.min_inner_chunk
@@ -88,7 +91,7 @@ class Chunks:
         """Return whether the first waiting request starts in this step."""
         if self._coordinator.block_pool.tier.must_wait():
             return False  # steps that read more of its prefix come first
-        admission = self._admission
+        admission = self.admission
         return admission is None or admission.admits(request, plan, computed, self._engine.running)
 
     def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:

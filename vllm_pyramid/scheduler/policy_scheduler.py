@@ -44,8 +44,8 @@ class PolicyScheduler:
     Attributes:
         coordinator: the blocks. policy: the served policy.
         hooks: of the policy's methods, and of what the engine adds.
-        planner: checks and plans requests. admission: decides which prompts start, or None.
-        chunks: sizes of chunks. failed: what went wrong. reports: what is reported.
+        planner: checks and plans requests. chunks: which prompts start, and sizes of chunks.
+        failed: what went wrong. reports: what is reported.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class PolicyScheduler:
             self.hooks,
             shares_prefixes=finds_prefixes,
         )
-        self.admission = None
+        admission = None
         if settings.forecasts:
             step_tokens = engine.max_num_scheduled_tokens
-            self.admission = Admission(
+            admission = Admission(
                 coordinator,
                 max_model_len=engine.max_model_len,
                 step_tokens=step_tokens,
@@ -95,7 +95,7 @@ class PolicyScheduler:
                 lag=config.max_concurrent_batches - 1,
                 ahead=engine.num_spec_tokens + engine.num_lookahead_tokens,
             )
-        self.chunks = Chunks(engine, coordinator, settings, self.admission)
+        self.chunks = Chunks(engine, coordinator, settings, admission)
         self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed)
         self.reports.log_capacity()
 
@@ -164,9 +164,9 @@ class PolicyScheduler:
                     hooks.on_eviction(request_id, plans.of(request_id), resolved)
             except Exception as error:
                 self.fail(request_id, METHOD, f"`on_eviction`: {error!r}")
-            if self.admission is not None:
+            if self.chunks.admission is not None:
                 number = plans.confirmed_number(request_id)
-                self.admission.evicted(request_id, resolved, number)
+                self.chunks.admission.evicted(request_id, resolved, number)
 
     def _is_current(self, request_id: str) -> bool:
         """Return whether a step's report counts: not if the request has finished, nor if it was
@@ -185,13 +185,13 @@ class PolicyScheduler:
     def freed(self, request: Request) -> None:
         """Forget a request that has ended."""
         self.coordinator.plans.forget(request.request_id)
-        if self.admission is not None:
-            self.admission.ended(request)
+        if self.chunks.admission is not None:
+            self.chunks.admission.ended(request)
 
     def verified(self, accepted: int) -> None:
         """Learn how many drafts of a request were accepted in a step."""
-        if self.admission is not None:
-            self.admission.pace.add(1 + accepted)
+        if self.chunks.admission is not None:
+            self.chunks.admission.pace.add(1 + accepted)
 
     def close(self) -> None:
         """End the hooks."""
