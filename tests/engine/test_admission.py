@@ -64,7 +64,7 @@ def test_a_job_without_preemptions(
     assert computed == REQUESTS * (PROMPT + ANSWER - 1)
     assert not engine.scheduler.pyramid.chunks.admission.table
     # As `kv_admission="prompt"` starts it (tests/scheduler), without waiting for another engine.
-    monkeypatch.setattr(engine.scheduler, "_admission", None)
+    monkeypatch.setattr(engine.scheduler.pyramid.chunks, "admission", None)
     stock, preemptions, computed, more = _run(engine)
     print(f"prompt: {preemptions} preempted, {computed} tokens, {more} at once")
     assert preemptions["evicted"] >= 2 and more > most >= 4
