@@ -106,7 +106,7 @@ pytestmark = pytest.mark.cpu
         ),
         (
             ["prefix", "--policies", "snapkv,h2o", "--resume"],
-            "--resume and h2o: the scorer 'accumulated_attention' adds up",
+            "--resume and h2o: it adds up",
         ),
         (["scheduler", "--layers", "0"], "--layers '0': Input should be greater than 0"),
         (["cost", "--model", "llama-3-70b"], "give more --devices"),
