@@ -230,22 +230,10 @@ class Clients:
 
     def check_nothing_left(self) -> None:
         """No request, block, plan or table of any part of the engine is left."""
-        engine = self.engine
-        engine.client.step()  # tells the worker which requests ended last
-        engine.check_whole()
-        scheduler, coordinator = engine.scheduler, engine.coordinator
-        assert not scheduler.requests and not scheduler.running and not scheduler.waiting
-        assert scheduler.pyramid.chunks.admission is None or not len(
-            scheduler.pyramid.chunks.admission.table
-        )
-        assert not engine.client.output_processor.request_states
-        assert not coordinator.prefixes._published_from
-        assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
-        left = set(runner.pyramid.tracker._requests)
-        assert not left, f"the worker keeps {left}"
-        assert scheduler.reset_prefix_cache()
-        assert not coordinator.block_pool.bundles and not coordinator.block_pool.idle
+        self.engine.check_nothing_left()
+        pool = self.engine.coordinator.block_pool
+        assert self.engine.scheduler.reset_prefix_cache()
+        assert not pool.bundles and not pool.idle
 
 
 def settings_of(name: str) -> dict[str, Any]:

@@ -118,22 +118,6 @@ class Bench:
         if kept and self.case.evicts and self.case.traced:
             assert traces(self.folder, found) == traces(self.folder, expected)
 
-    def check_whole(self) -> None:
-        """Everything went back to the pool, and no part remembers a request."""
-        engine = self.engine
-        engine.client.step()  # tells the worker which requests ended last
-        engine.check_whole()
-        scheduler, coordinator = engine.scheduler, engine.coordinator
-        assert not scheduler.requests and not scheduler.running and not scheduler.waiting
-        assert scheduler.pyramid.chunks.admission is None or not len(
-            scheduler.pyramid.chunks.admission.table
-        )
-        assert not engine.client.output_processor.request_states
-        assert not coordinator.prefixes._published_from
-        assert not any(manager.req_to_blocks for manager in coordinator.single_type_managers)
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
-        assert not runner.pyramid.tracker._requests, "the worker remembers a request"
-
 
 @contextmanager
 def small_pool(engine: Engine, blocks: int) -> Iterator[None]:

@@ -168,6 +168,21 @@ class Engine:
             for kept in ("_requests", "_of_request", "_averaged"):
                 assert not getattr(hooks, kept, None), f"{kept} keeps finished requests"
 
+    def check_nothing_left(self) -> None:
+        """No request, block, plan or table of any part of the engine is left."""
+        self.client.step()  # tells the worker which requests ended last
+        self.check_whole()
+        scheduler, admission = self.scheduler, self.scheduler.pyramid.chunks.admission
+        assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+        assert admission is None or not len(admission.table)
+        assert not self.client.output_processor.request_states
+        assert not self.coordinator.prefixes._published_from
+        assert not any(manager.req_to_blocks for manager in self.coordinator.single_type_managers)
+        left = set(
+            self.core.model_executor.driver_worker.worker.model_runner.pyramid.tracker._requests
+        )
+        assert not left, f"the worker keeps {left}"
+
     @property
     def kv_heads(self) -> int:
         """KV heads of a layer."""

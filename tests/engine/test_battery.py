@@ -119,5 +119,5 @@ def test_battery(benches: Callable[[str], Bench], name: str, check: Property) ->
     bench = benches(name)
     bench.engine.broken = True  # unless this comes to its end: the next test starts another
     check(bench)
-    bench.check_whole()
+    bench.engine.check_nothing_left()
     bench.engine.broken = False

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.checks import host_of
 from tests.scheduler.harness import make_request
-from vllm_pyramid.compat.side_channel import read_messages
+from vllm_pyramid.compat.side_channel import TIER, read_messages
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_cache import HostCache
 
@@ -151,7 +151,7 @@ def test_a_reset_empties_both_tiers() -> None:
     pushed_out(pair)
     assert host.used_slots > 10
     assert pair.scheduler.reset_prefix_cache()
-    assert not host.used_slots and "tier" not in read_messages(pair.scheduler.schedule())
+    assert not host.used_slots and TIER not in read_messages(pair.scheduler.schedule())
     pair.add("again", prompt(40))
     assert pair.step() == {"again": 40}
     pair.run()

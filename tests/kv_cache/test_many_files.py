@@ -19,17 +19,23 @@ from vllm_pyramid.worker import file_writer
 pytestmark = pytest.mark.cpu
 
 
-def test_files_are_counted_in_steps_and_looked_up_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A start does not wait for a folder of many files, and what it has is found at once."""
-    names = [BlockHash(bytes([i]) * 32) for i in range(20)]
-    server = Server(tmp_path)
+def _with_files(folder: Path, names: list[BlockHash]) -> Server:
+    """An engine that has written a file for each bundle."""
+    server = Server(folder)
     server.pool.writer = file_writer.FileWriter(HostMemory(2**20))
     for name in names:
         server.save(name, 0)
     server.step()
     server.written()
+    return server
+
+
+def test_files_are_counted_in_steps_and_looked_up_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start does not wait for a folder of many files, and what it has is found at once."""
+    names = [BlockHash(bytes([i]) * 32) for i in range(20)]
+    server = _with_files(tmp_path, names)
     size = server.files.used_bytes // len(names) + 1
     server.killed()
     monkeypatch.setattr(host_files, "_START_S", 0.0)
@@ -94,12 +100,7 @@ def test_a_step_reads_so_much_and_the_next_ones_read_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [BlockHash(bytes([i]) * 32) for i in range(5)]
-    server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(HostMemory(2**20))
-    for name in names:
-        server.save(name, 0)
-    server.step()
-    server.written()
+    server = _with_files(tmp_path, names)
     monkeypatch.setattr(host_cache, "MOST_READ", LAYERS * server.page + 1)  # two bundles of three
     wanted, found, read = names[:3], [], [0]
     while True:

@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, hasher, make_request, make_scheduler
-from vllm_pyramid.compat.side_channel import read_messages
+from vllm_pyramid.compat.side_channel import PREFIXES, read_messages
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
@@ -161,7 +161,7 @@ def test_evictions_of_one_step_copy_to_different_blocks() -> None:
     pair.add("newer", prompt(40, 200))
     output = pair.scheduler.schedule()
     assert output.num_scheduled_tokens == {"new": 40, "again": 8, "newer": 40}
-    copies = read_messages(output)["prefixes"]
+    copies = read_messages(output)[PREFIXES]
     assert {name: len(blocks) for name, blocks in copies.items()} == {"new": 12, "newer": 12}
     assert not set(copies["new"]) & set(copies["newer"])
     pair.scheduler.update_from_output(output, pair.worker.execute(output))

@@ -37,6 +37,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.beside import FIRST_LAYER, Beside, compute, seen
 from vllm_pyramid.compat.side_channel import (
+    PREFIXES,
+    SESSIONS,
+    TIER,
     FileOrders,
     HostCopies,
     HostFill,
@@ -399,8 +402,8 @@ class PlainWorker:
         """Run a step; checks that every position that attention would read holds its token."""
         totals = self._update(output)
         messages = read_messages(output)
-        self.tracker.copies = messages.get("prefixes", {})
-        of_host = messages.get("tier", HostCopies([], []))
+        self.tracker.copies = messages.get(PREFIXES, {})
+        of_host = messages.get(TIER, HostCopies([], []))
         if of_host.files is not None:
             self._write_files(of_host.files)
         for copy in of_host.stored:
@@ -560,7 +563,7 @@ class PlainWorker:
                 for group in self.setup.own_groups
                 for lane in range(self.setup.lanes)
             ]
-        for request_id, origin in read_messages(output).get("sessions", {}).items():
+        for request_id, origin in read_messages(output).get(SESSIONS, {}).items():
             self.rows[request_id].origin = origin
             self.num_resumed += 1
         return totals

@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
 from tests.pretended_device import PretendedDevice, data_of
 from vllm_pyramid.compat.side_channel import (
+    TIER,
     FileOrders,
     FileSave,
     HostCopies,
@@ -63,16 +64,16 @@ def caches(of: list[LayerKVCacheSpec]) -> list[torch.Tensor]:
 def step(stored: list[Any], loaded: list[HostCopy], copies: Any = None, files: Any = None) -> Any:
     """A step's message, as a worker receives it."""
     output: Any = SimpleNamespace(kv_cache_block_copies=copies, new_block_ids_to_zero=None)
-    attach_messages(output, {"tier": HostCopies(stored, loaded, files)})
+    attach_messages(output, {TIER: HostCopies(stored, loaded, files)})
     return pickle.loads(pickle.dumps(output))
 
 
 def store(pool: HostPool, output: Any) -> None:
-    pool.store(read_messages(output)["tier"])
+    pool.store(read_messages(output)[TIER])
 
 
 def load(pool: HostPool, output: Any) -> None:
-    pool.load(read_messages(output)["tier"].loaded, output)
+    pool.load(read_messages(output)[TIER].loaded, output)
 
 
 @pytest.mark.parametrize("inference", [False, True])

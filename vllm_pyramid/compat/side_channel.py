@@ -24,6 +24,11 @@ _REPORT = "vllm_pyramid_report"
 _MESSAGES = "vllm_pyramid_messages"
 _BLOCK_COPIES = "vllm_pyramid_block_copies"
 _STATS = "vllm_pyramid"
+# Of a step's messages: blocks that take copies of what evictions overwrite, by request; where
+# requests resumed their sessions; what is copied between the device and the tier below its pool.
+PREFIXES, SESSIONS, TIER = "prefixes", "sessions", "tier"
+# Of a step's reports: how many files of the host cache could not be written.
+HOST_CACHE = "host_cache"
 
 
 class StepReport(NamedTuple):
@@ -122,7 +127,7 @@ def read_report(output: ModelRunnerOutput) -> StepReport:
 
 
 def attach_messages(output: SchedulerOutput, messages: dict[str, Any]) -> None:
-    """Tell the workers what stores and tiers want of them in a step, by their names."""
+    """Tell the workers what the stores and the tier want of them in a step, by name."""
     if messages:
         setattr(output, _MESSAGES, messages)
 

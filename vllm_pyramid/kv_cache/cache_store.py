@@ -7,7 +7,7 @@
     it evicts           released, when its head blocks are given back
     it ends             saves, prepare; leave, when its blocks are freed (also by a preemption)
 
-The coordinator has the stores in the order in which they are asked, and knows none by name.
+`Stores` has them in the order in which they are asked, and knows none by name.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
+from vllm_pyramid.compat.side_channel import PREFIXES
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers
@@ -51,7 +52,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         evicted: what evictions overwrite.
     """
 
-    name = "prefixes"
+    name = PREFIXES
 
     def __init__(
         self,

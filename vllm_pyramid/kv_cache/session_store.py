@@ -10,6 +10,7 @@ import numpy as np
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
+from vllm_pyramid.compat.side_channel import SESSIONS
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers
@@ -41,7 +42,7 @@ class SessionStore(CacheStore[SessionSnapshot]):
     There is one pipeline stage, and all blocks have the same number of tokens.
     """
 
-    name = "sessions"
+    name = SESSIONS
 
     def __init__(
         self,

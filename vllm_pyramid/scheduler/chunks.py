@@ -34,6 +34,7 @@ class Chunks:
         admission: Admission | None,
     ) -> None:
         self._engine, self._coordinator, self.admission = engine, coordinator, admission
+        self._stock_chunk = engine.stock_chunk
         policy = settings.policy
         self._splits_at_prompt_end = policy.splits_at_prompt_end
         self._min_last, self._min_inner = settings.min_last_chunk, settings.min_inner_chunk
@@ -69,7 +70,7 @@ class Chunks:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
-            return self._engine.stock_chunk(request, computed, tokens)  # nearly every one
+            return self._stock_chunk(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator
         plan = coordinator.plans.of(request.request_id)
         if not waits or self._starts(request, plan, computed):
@@ -96,7 +97,7 @@ class Chunks:
 
     def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
         """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""
-        tokens = self._engine.stock_chunk(request, computed, tokens)
+        tokens = self._stock_chunk(request, computed, tokens)
         if computed >= plan.prompt_len and not plan.every:
             return tokens  # all has been evicted
         if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from vllm_pyramid.compat.side_channel import HOST_CACHE
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.host_files import HostFiles
@@ -27,7 +28,7 @@ class HostTier(SchedulerHooks):
         block_bytes: of one block of a layer, of all ranks together.
     """
 
-    name = "host_cache"
+    name = HOST_CACHE
 
     def __init__(self, cache: HostCache, block_bytes: int) -> None:
         self._cache, self._block_bytes = cache, block_bytes

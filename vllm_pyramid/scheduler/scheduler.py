@@ -57,6 +57,8 @@ class SchedulerAdapter(SchedulerPoints):
         self.pyramid = PolicyScheduler(
             self, coordinator, settings, finds_prefixes=manager.enable_caching
         )
+        # Called for every request in every step, so without a function in between.
+        self.next_chunk = self.pyramid.chunks.next  # type: ignore[method-assign]
         new_weights.install()
         if settings.page:
             page_server.install_engine()
@@ -82,9 +84,6 @@ class SchedulerAdapter(SchedulerPoints):
         if self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             tokens = self.pyramid.cached_tokens(request, most)
         return (self._hit if tokens else self.kv_cache_manager.empty_kv_cache_blocks), tokens
-
-    def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
-        return self.pyramid.chunks.next(request, computed, tokens)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

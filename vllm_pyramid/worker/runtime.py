@@ -16,7 +16,15 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_pyramid.compat.cache_specs import set_scales_of_tokens
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.runner import send_report
-from vllm_pyramid.compat.side_channel import HostCopies, StepReport, read_messages
+from vllm_pyramid.compat.side_channel import (
+    HOST_CACHE,
+    PREFIXES,
+    SESSIONS,
+    TIER,
+    HostCopies,
+    StepReport,
+    read_messages,
+)
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext
 from vllm_pyramid.step.trace import TraceWriter
@@ -187,17 +195,17 @@ class WorkerRuntime:
             kv_caches: the runner's, of `num_blocks` blocks.
         """
         messages = read_messages(scheduler_output)
-        self.tracker.copies = messages.get("prefixes", {})
+        self.tracker.copies = messages.get(PREFIXES, {})
         stage, page_size_bytes = self.pipeline.stage, self.layers.page_size_bytes
         pools = self.tracker.hooks.copy_blocks
-        of_host: HostCopies | None = messages.get("tier")
+        of_host: HostCopies | None = messages.get(TIER)
         if self.host_pool is not None and of_host is not None:
             self.host_pool.store(of_host)
         copy_blocks(scheduler_output, stage, kv_caches, num_blocks, page_size_bytes, pools)
         if self.host_pool is not None and of_host is not None:
             self.host_pool.load(of_host.loaded, scheduler_output)
         if self._trace is not None:
-            for request_id, (origin, point) in messages.get("sessions", {}).items():
+            for request_id, (origin, point) in messages.get(SESSIONS, {}).items():
                 self._trace.resume(request_id, origin, point)
         for request_id in scheduler_output.finished_req_ids:
             self.tracker.remove(request_id)
@@ -270,5 +278,5 @@ class WorkerRuntime:
         if not self.pipeline.is_last:
             return output
         if self.host_pool is not None and (unwritten := self.host_pool.take_unwritten()):
-            reports["host_cache"] = unwritten
+            reports[HOST_CACHE] = unwritten
         return send_report(output, StepReport(evicted, reports, {}, dropped), failed)
