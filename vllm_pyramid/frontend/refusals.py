@@ -40,7 +40,7 @@ _REFUSED: Unsupported = {
         "choose sha256, or set PYTHONHASHSEED",
     ),
     Feature.EXTERNAL_LAUNCHER: (
-        "every rank would have a scheduler of its own, and only one is told what was evicted"
+        "each rank would run a scheduler, and only one learns what was evicted"
     ),
     Feature.RAY_REPLICAS: _UNTRIED,
     Feature.EXPERT_PARALLEL: (

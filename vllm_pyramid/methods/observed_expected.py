@@ -3,7 +3,7 @@
 
 It costs the attention of `queries` queries and their products with all keys, in PyTorch. It needs
 the window's queries without rotary embedding, and is refused for models whose embedding is not
-known. `expected` was 1 until 2026-11-27; why it is 0.25 now, and what hybrids with few full layers
+known. `expected` was 1 up to version 0.2.0; why it is 0.25 now, and what hybrids with few full layers
 may set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
 """
 
