@@ -3,8 +3,8 @@
 
 It costs the attention of `queries` queries and their products with all keys, in PyTorch. It needs
 the window's queries without rotary embedding, and is refused for models whose embedding is not
-known. `expected` was 1 up to version 0.2.0; why it is 0.25 now, and what hybrids with few full layers
-may set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
+known. `expected` was 1 up to version 0.2.0. Why it is 0.25 now, and what hybrids with few full
+layers may set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
 """
 
 from __future__ import annotations
