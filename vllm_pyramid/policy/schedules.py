@@ -155,6 +155,6 @@ class PressureSchedule(Schedule):
             if part is not self and not part.works_with_orders:
                 raise ValueError(
                     f"policy {policy.name!r} cannot evict under pressure (--kv-evict pressure): "
-                    f"`{part.section}: {part.kind}` works at the prompt's end or in every step; "
-                    "choose auto, snapkv or pyramidkv, or leave the flag out"
+                    f"`{part.section}: {part.kind}` cannot evict later than it scores; choose "
+                    "auto, snapkv or pyramidkv, or leave the flag out"
                 )

@@ -226,7 +226,7 @@ class Pressure(SchedulerHooks):
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """Return when the request was evicted, and to how many tokens: nothing if it never was."""
-        levelled = self._requests.get(request_id)
+        levelled = self._drop(request_id)
         if levelled is None:
             return {"kv_evict": "pressure", "evicted_after": [], "evicted_to": []}
         budgets = [levelled.plan.levels[level].budget_tokens for level in levelled.levels]
@@ -240,10 +240,11 @@ class Pressure(SchedulerHooks):
     def totals(self) -> dict[str, Any]:
         return {"ordered_evictions": self._orders, "ordered_loss": self._lost}
 
-    def _drop(self, request_id: str) -> None:
+    def _drop(self, request_id: str) -> _Levelled | None:
         levelled = self._requests.pop(request_id, None)
         if levelled is not None and levelled.pending is not None:
             self._pending -= levelled.pending
+        return levelled
 
     def _drop_preempted(self) -> None:
         records = self._coordinator.plans.records
