@@ -91,7 +91,7 @@ class Pressure(SchedulerHooks):
         self._spare = int(SPARE * coordinator.block_pool.num_gpu_blocks)
         self._pending: Numbers = np.zeros(len(stages), np.int64)
         self._requests: dict[str, _Levelled] = {}
-        self._orders, self._lost = 0, 0.0
+        self._orders, self._to_floor, self._lost = 0, 0, 0.0
 
     @property
     def is_pending(self) -> bool:
@@ -201,6 +201,7 @@ class Pressure(SchedulerHooks):
         levelled.pending = freed
         self._pending += freed
         self._orders += 1
+        self._to_floor += level + 1 == len(levelled.losses)
         plan = levelled.plan.ordered(levelled.levels)
         return LateEviction(tuple(levelled.levels), self.blocks.order(request.request_id, plan))
 
@@ -238,7 +239,11 @@ class Pressure(SchedulerHooks):
         }
 
     def totals(self) -> dict[str, Any]:
-        return {"ordered_evictions": self._orders, "ordered_loss": self._lost}
+        return {
+            "ordered_evictions": self._orders,
+            "ordered_to_floor": self._to_floor,
+            "ordered_loss": self._lost,
+        }
 
     def _drop(self, request_id: str) -> _Levelled | None:
         levelled = self._requests.pop(request_id, None)
