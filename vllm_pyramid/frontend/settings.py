@@ -306,7 +306,7 @@ class KVSettings:
             host_cache_bytes=bytes_of(self.kv_host_cache),
             host_cache_dir=self.kv_host_cache_dir,
             host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),
-            turn_mode=self.kv_turn_mode or (EXACT if policy.schedule.budgets_above else RESUME),
+            turn_mode=self.kv_turn_mode or (EXACT if policy.schedule.waits_for_orders else RESUME),
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
             shadow=parse_share(self.kv_shadow, "kv_shadow"),
@@ -320,7 +320,7 @@ def _needs_schedule(policy: Policy, evict: str) -> bool:
     Raises:
         ValueError: it has a schedule that does not go with it.
     """
-    waits = bool(policy.schedule.budgets_above)
+    waits = policy.schedule.waits_for_orders
     if evict == ALWAYS and waits:
         raise ValueError(
             f"policy {policy.name!r} has the schedule {policy.schedule.kind!r}, so it does not "

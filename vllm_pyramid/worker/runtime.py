@@ -115,7 +115,7 @@ class WorkerRuntime:
             whole_graphs=partial(captures_decode_steps, config),
         )
         hooks, self.late = policy.worker_hooks(context), None
-        if policy.schedule.budgets_above:
+        if policy.schedule.waits_for_orders:
             self.late = LateEvictions(policy, lambda: tracker.step)
             hooks.append(self.late)
         tracker.hooks = MethodHooks(hooks)
