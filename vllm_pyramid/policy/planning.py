@@ -63,7 +63,7 @@ def plan_prompt(
 
 
 def _level_plan(policy: Policy, floor: Plan, num_layers: int, block_size: int) -> Plan:
-    """Return the plan of a prompt that is evicted in steps down to `floor`, when that is ordered."""
+    """Return the plan of a prompt that orders evict step by step, down to `floor`."""
     assert isinstance(floor, RetentionPlan), "refused by `Heads.works_with_orders` and its like"
     plans = (
         policy.allocator.plan(policy, floor.prompt_len, num_layers, block_size, budget)
