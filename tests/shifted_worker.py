@@ -22,10 +22,10 @@ from tests.pretended_device import data_of
 from tests.steps import make_call, make_context
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.attention.deferred import DeferredEviction
-from vllm_pyramid.attention.head_lanes import HeadLanes
-from vllm_pyramid.attention.lane_tables import LaneTables
 from vllm_pyramid.attention.layer_context import LayerContext, own_inputs
-from vllm_pyramid.attention.shifted_tables import ShiftedTables
+from vllm_pyramid.attention.per_head.context import HeadContext
+from vllm_pyramid.attention.per_head.layout import HeadTableLayout
+from vllm_pyramid.attention.table_layout import TableLayout
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
@@ -243,24 +243,18 @@ class Worker:
         self.hooks = self.tracker.hooks = MethodHooks([*policy.worker_hooks(context), *own])
         for hooks in self.hooks.cache:
             hooks.allocate(blocks)
-        self.shifted: Any = ShiftedTables(
-            slice(0, self.layers), len(prompts), shapes, device.device
-        )
-        lanes = None
+        layout = TableLayout()
         if policy.heads.splits:
-            lanes = HeadLanes(self.lanes, max(sizes))
-            self.shifted = LaneTables(
-                *(slice(0, self.layers), self.lanes, len(prompts), STEP_TOKENS),
-                *(width, max(sizes), device.device),
-            )
+            layout = HeadTableLayout(self.lanes, max(sizes))
+        self.shifted: Any = layout.device_tables(
+            slice(0, self.layers), len(prompts), STEP_TOKENS, shapes, device.device
+        )
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
+        make = layout.context_factory()
         self.contexts = [
-            LayerContext(
-                *(self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred),
-                lanes=lanes,
-            )
+            make(self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred)
             for layer in range(self.layers)
         ]
         shape = (self.layers, blocks, KV_HEADS, BLOCK, 2 * SIZE)
@@ -307,13 +301,12 @@ class Worker:
         query: torch.Tensor,
     ) -> None:
         """One layer whose KV heads have tables of their own, by the back end's own code."""
-        put, lanes, layer = self.device.put, context.lanes, context.layer
-        assert lanes is not None
+        put, layer = self.device.put, context.layer
         tokens, cache = len(query), self.kv_cache(layer)
-        slots = self.shifted.slots_of(layer, tokens)
         caches = cache[..., :SIZE], cache[..., SIZE:]
-        rows = (lanes.as_one_head(put(part)) for part in (key, value))
-        self.ops.reshape_and_cache(*rows, *caches, slots)
+        # vLLM's slots are not read.
+        keys, values, slots = context.to_write(None, put(key), put(value), put(torch.empty(tokens)))
+        self.ops.reshape_and_cache(keys, values, *caches, slots)
         most_queries = int(step.scheduled.max())
         metadata: Any = SimpleNamespace(
             num_reqs=len(starts) - 1,
@@ -324,11 +317,12 @@ class Worker:
         )
         self.shifted.describe(metadata, layer)
         metadata.block_table = metadata.block_table_tensor
-        metadata.kv_no_skips = self.shifted.no_skips[: metadata.num_reqs]
-        metadata.kv_order = self.shifted.order_of(metadata)
+        self.shifted.complete(metadata, metadata, layer)
         assert (metadata.kv_order is None) == (most_queries == 1)
         out = torch.full_like(query, torch.nan)
-        LanesImpl(self, context).attend_in_lanes(None, put(query), cache, metadata, put(out))
+        impl = LanesImpl(self, context)
+        attend = context.attention_of(impl)
+        attend(None, put(query), None, None, cache, metadata, put(out))
         self.outs.append(out)
         call = make_call(
             metadata.block_table,
@@ -341,7 +335,7 @@ class Worker:
             skips=metadata.kv_no_skips,
             scale=SIZE**-0.5,
             rotary=context.rotary,
-            offsets=self.shifted.skips[layer, : metadata.num_reqs],
+            offsets=metadata.kv_offsets,
         )
         maxima = {"max_query_len": most_queries, "max_seq_len": metadata.max_seq_len}
         context.after_attention(replace(call, batch=replace(call.batch, **maxima)), put(out))
@@ -394,11 +388,11 @@ class Worker:
                 row = names.index(self.spoiled)
                 ends = np.cumsum(tokens) if layout is None else layout.query_starts[layer, 1:]
                 key[ends[row - 1] if row else 0 : ends[row]] = torch.nan
-            if context.lanes is not None:
+            if isinstance(context, HeadContext):
                 self._step_in_lanes(context, step, put(starts), key, value, query)
                 continue
             own_slots = self.slots[layer][: len(slots)].copy_(slots)
-            written = context.slots(put(own_slots))
+            _, _, written = context.to_write(None, key, value, put(own_slots))
             given = value.clone()
             if elsewhere and self.copies is not None:
                 self.ops.write_rows(put(key), caches[0], put(own_slots))

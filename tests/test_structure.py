@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_type_checking_stands_where_torch_must_not_load() -> None:
         assert _folder(module) in LIGHT or not climbs, f"{module} climbs to {climbs}"
 
 
-# Of methods beyond scoring. Not there yet, since the core still names them: lane, summar, solv.
+# Of methods beyond scoring. Not there yet, since the core still names them: summar, solv.
 WORDS = ("thinn", "top_n", "swap", "solver", "h2o", "kcache", "keyformer", "accumulat")
 WORDS += ("sparse", "ridge", "lasting", "infllm", "streaming", "antidiagonal")
 
@@ -175,6 +176,19 @@ def test_scheduler_and_worker_know_no_method() -> None:
         }
         found = {name for name in names if any(word in name.lower() for word in WORDS)}
         assert not found - {"swap_space_bytes"}, (module, found)
+
+
+def test_only_the_layout_of_single_heads_knows_lanes() -> None:
+    """No name in the core has the word, and no docstring or comment."""
+    own = {f"{PACKAGE}.kv_cache.head_layout"}
+    own |= {name for name in trees() if name.startswith(f"{PACKAGE}.attention.per_head")}
+    assert len(own) > 4
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if _folder(_name(path)) in ("scheduler", "kv_cache", "attention", "worker", "step", "plan"):
+            found[_name(path)] = re.search(r"((?<![a-z])lane|Lane)s?(?![a-z])", source)
+    assert {name for name, word in found.items() if word} == own
 
 
 def test_plans_and_parts_are_told_apart_by_questions_not_by_class() -> None:

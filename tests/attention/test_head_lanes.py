@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_pyramid.attention.head_lanes import HeadLanes
+from vllm_pyramid.attention.per_head.lanes import HeadLanes
+from vllm_pyramid.attention.per_head.layout import HeadTableLayout
 from vllm_pyramid.kernels import get_ops, reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.step import Step
-from vllm_pyramid.worker.layer_binding import check_lanes
 
 pytestmark = pytest.mark.cpu
 
@@ -138,7 +138,8 @@ def test_layers_share_the_lanes_of_a_step() -> None:
 
 
 def test_attention_without_lanes_is_refused() -> None:
+    layout = HeadTableLayout(G, N)
     with pytest.raises(ValueError, match="has no block tables of single KV heads"):
-        check_lanes("layers.0", SimpleNamespace())
+        layout.check("layers.0", SimpleNamespace())
     with pytest.raises(ValueError, match="learned sinks"):
-        check_lanes("layers.0", SimpleNamespace(serves_lanes=True, sinks=torch.zeros(2)))
+        layout.check("layers.0", SimpleNamespace(serves_single_heads=True, sinks=torch.zeros(2)))

@@ -21,8 +21,9 @@ from tests.shifted_worker import Host, launch_tables
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.attention.backend_flash import PyramidFlashBuilder
 from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
-from vllm_pyramid.attention.head_lanes import HeadLanes
-from vllm_pyramid.attention.lane_tables import LaneTables
+from vllm_pyramid.attention.per_head.context import HeadContext
+from vllm_pyramid.attention.per_head.lane_tables import LaneTables
+from vllm_pyramid.attention.per_head.lanes import HeadLanes
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.step.step import Step
@@ -196,8 +197,9 @@ class Impl(PyramidImplMixin, Stock):
 
 def make_impl(tables: LaneTables) -> Impl:
     impl: Any = Impl()
-    hooks = SimpleNamespace(in_layers=[])
-    impl.context = SimpleNamespace(lanes=HeadLanes(G, N), shifted=tables, layer=0, hooks=hooks)
+    hooks: Any = SimpleNamespace(in_layers=[])
+    tracker: Any = None
+    impl.context = HeadContext(tracker, 0, hooks, shifted=tables, lanes=HeadLanes(G, N))
     found: Impl = impl
     return found
 
@@ -230,11 +232,12 @@ def test_each_head_attends_to_what_it_holds(counts: list[int]) -> None:
     )
     metadata = common_of(counts)
     tables.describe(metadata, 0)
-    metadata.kv_order = tables.order_of(metadata)
+    tables.complete(metadata, metadata, 0)
     query = torch.randn(sum(counts) + 3, 2 * G * GROUP, SIZE)[:, ::2]  # padded, of wider rows
     out = torch.full(query.shape, torch.nan)
     impl: Any = make_impl(tables)
-    impl.attend_in_lanes(None, query, (layer.keys, layer.values), metadata, out)
+    attend = impl.context.attention_of(impl)
+    attend(None, query, None, None, (layer.keys, layer.values), metadata, out)
     expected = oracle(layer, query[: sum(counts)], counts, skips)
     torch.testing.assert_close(out[: sum(counts)].double(), expected, rtol=0, atol=3e-6)
     assert out[sum(counts) :].isnan().all()
@@ -265,7 +268,7 @@ def test_rows_are_split_up_to_the_batch_that_vllm_splits(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TritonAttentionMetadataBuilder, "__init__", of_triton)
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", of_flash)
-    spec: Any = SimpleNamespace(lanes=G)
+    spec: Any = SimpleNamespace(tables_per_layer=G)
     builders: list[Any] = [PyramidTritonBuilder(spec) for _ in range(2)]
     for builder in builders:
         assert (builder.seq_threshold_3D, builder.max_seqs_64_segments) == (8 * G, 2 * G)

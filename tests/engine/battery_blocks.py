@@ -33,8 +33,9 @@ def nan_ends_one_request(bench: Bench) -> None:
                 continue
             poisoned.append(request.request_id)
             for layer in attention_layers(engine):
-                manager, lanes = manager_of(engine, layer), engine.coordinator.lanes
-                at = (request.num_computed_tokens - 1) // manager.block_size * lanes
+                manager = manager_of(engine, layer)
+                at = (request.num_computed_tokens - 1) // manager.block_size
+                at *= engine.tables_per_layer
                 block = manager.req_to_blocks[request.request_id][at]
                 layer.impl._split(layer.kv_cache)[0][block.block_id] = torch.nan
 
@@ -143,7 +144,7 @@ def the_report_counts_blocks(bench: Bench) -> None:
 def a_pool_of_one_prompts_peak_is_enough(bench: Bench) -> None:
     """The plan's bound on the blocks of a prompt and its answer is what they take at most."""
     engine, layer_blocks = bench.engine, bench.engine.coordinator.layer_blocks
-    size, num_layers = layer_blocks.full_block_size, layer_blocks.num_layers
+    size, num_layers = layer_blocks.full_block_size, layer_blocks.num_tables
     peak = int(peak_blocks_up_to(bench.policy, 520 + 30, num_layers, size).sum())
     peak += stock_blocks(bench, 520 + 30)
     expected = engine.run(bench.jobs((520, 57), 30))

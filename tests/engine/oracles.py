@@ -143,7 +143,7 @@ def check_evictions(
             at = None
             if isinstance(plan, RetentionPlan):
                 at = plan.after(plan.evictions_by(point))
-                of_heads = at.held[lanes if engine.coordinator.lanes > 1 else layer]
+                of_heads = at.held[lanes if engine.tables_per_layer > 1 else layer]
                 assert (kept.sum(dim=1).numpy() == of_heads).all()
             if not (kept < there).any() or (before is not None and _sums_noise(chooses)):
                 continue
@@ -151,7 +151,7 @@ def check_evictions(
             for head, (row, was, stays) in enumerate(zip(scores, there, kept, strict=True)):
                 first, last = chooses.sinks, chooses.window
                 if at is not None:
-                    lane = lanes[head] if engine.coordinator.lanes > 1 else layer
+                    lane = lanes[head] if engine.tables_per_layer > 1 else layer
                     first, last = max(first, at.front[lane]), max(last, at.recent[lane])
                 off_of = off[head] if off is not None else None
                 evicted += _check_best(row, stays[was], first, last, off_of)

@@ -93,7 +93,8 @@ class Engine:
         # Stock vLLM's coordinator has no such part.
         layer_blocks = getattr(self.coordinator, "layer_blocks", None)
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        self.num_layers = layer_blocks.num_layers if layer_blocks else len(groups)
+        self.num_layers = layer_blocks.num_tables if layer_blocks else len(groups)
+        self.tables_per_layer = layer_blocks.stages.tables_per_layer if layer_blocks else 1
         self.block_size = layer_blocks.largest if layer_blocks else self.scheduler.block_size
         self.broken = False
 

@@ -13,8 +13,7 @@ import torch
 
 from tests.steps import make_call, make_context
 from vllm_pyramid.attention.deferred import DeferredEviction
-from vllm_pyramid.attention.head_lanes import HeadLanes
-from vllm_pyramid.attention.layer_context import LayerContext
+from vllm_pyramid.attention.per_head.layout import HeadTableLayout
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.policy import Policy
@@ -50,7 +49,7 @@ class Prompts:
         step = self.tracker.begin_step(self.names, numbers, np.zeros_like(numbers), numbers)
         assert step.evictions is not None
         self.evictions = step.evictions
-        context = make_context(L, heads=1, block_size=N, tracker=self.tracker, lanes=G)
+        context = make_context(L, heads=1, block_size=N, tracker=self.tracker, tables_per_layer=G)
         self.hooks = MethodHooks(policy.worker_hooks(context))
         self.deferred = DeferredEviction.of(policy, self.hooks, L * G)
         width = -(-max(lens) // N)
@@ -93,11 +92,8 @@ class Prompts:
                 lens=lanes,
                 skips=torch.zeros_like(lanes),
             )
-            context = LayerContext(
-                *(self.tracker, layer, self.hooks),
-                deferred=self.deferred,
-                lanes=HeadLanes(G, N),
-            )
+            make = HeadTableLayout(G, N).context_factory()
+            context = make(self.tracker, layer, self.hooks, deferred=self.deferred)
             context.after_attention(inputs, query)
 
     def keep(self, row: int) -> np.ndarray:

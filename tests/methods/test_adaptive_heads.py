@@ -411,13 +411,13 @@ def test_memory_that_waits_is_a_layers() -> None:
     )
     policy = adaptive()
     hooks: Any = policy.heads.worker_hooks(
-        policy, make_context(8, heads=1, block_size=N, lanes=G, config=config)
+        policy, make_context(8, heads=1, block_size=N, tables_per_layer=G, config=config)
     )
     assert hooks.together == G
     # A prompt of n tokens has 8 * G * n / N lane blocks, and scores of G * n tokens, three times,
     # padded to twice as many.
     assert 8 * G * hooks.bytes_per_block() // N >= 2 * 3 * 4 * G
     assert hooks.bytes_of_buffers() == G * (56 * 1000 + 4 * 4 * 125)
-    other = make_context(16, heads=1, block_size=N, lanes=G, config=config)
+    other = make_context(16, heads=1, block_size=N, tables_per_layer=G, config=config)
     hooks = policy.heads.worker_hooks(policy, other)
     assert hooks.bytes_per_block() == 12

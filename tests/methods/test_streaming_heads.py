@@ -18,7 +18,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pyramid.frontend.settings import KVSettings
-from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.kv_cache.head_layout import HeadKVCacheSpec
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.methods.kvpress_presses import _import
 from vllm_pyramid.methods.streaming_heads import StreamingHeads
 from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES
@@ -201,7 +202,7 @@ def test_a_block_of_a_head_has_the_bytes_of_one_of_all_heads() -> None:
     )
     spec = HeadKVCacheSpec.of(layer)
     assert spec.page_size_bytes == layer.page_size_bytes
-    assert (spec.block_size, spec.num_kv_heads, spec.lanes) == (128, 1, 8)
+    assert (spec.block_size, spec.num_kv_heads, spec.tables_per_layer) == (128, 1, 8)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=1000),
         parallel_config=SimpleNamespace(

@@ -17,12 +17,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.engine.conversations import conversation, talk
+from tests.engine.conversations import talk
 from tests.engine.families import make_family
 from tests.engine.models import write_model
 from tests.engine.support import Engine, Job, Outcome, greedy, random_prompts, start_engine
@@ -33,6 +34,12 @@ _COMMON: dict[str, Any] = {
     "max_num_batched_tokens": 200,
     "max_num_seqs": 8,
     "max_model_len": 1024,
+}
+# Of 4 layers with 2 KV heads.
+_MASK: dict[str, Any] = {
+    "mask": [[0.9, 0.1], [0.2, 0.8], [0.7, 0.6], [0.3, 0.4]],
+    "heads.sinks": 16,
+    "heads.recent": 40,
 }
 # Feature: the policy, the engine's other settings, the model.
 _FEATURES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -52,9 +59,27 @@ _FEATURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chunks of 64": ("snapkv-chunked", {"kv_policy_args": {"chunk.tokens": 64}}, "qwen3"),
     "no prefixes": ("pyramidkv", {"enable_prefix_caching": False}, "qwen3"),
     "one KV head": ("pyramidkv", {}, "llama-mqa"),
+    "heads that stream": ("duoattention", {"kv_policy_args": _MASK}, "qwen3"),
+    "heads that stream, in chunks": (
+        "duoattention",
+        {"kv_policy_args": {**_MASK, "chunk.tokens": 192}},
+        "qwen3",
+    ),
+    "heads that stream, small pool": (
+        "duoattention",
+        {"kv_policy_args": _MASK, "num_gpu_blocks_override": 330},
+        "qwen3",
+    ),
 }
 _TURNS = ("auto", "pyramidkv", "keydiff")
-_RANKS = {"tensor ranks": {"tensor_parallel_size": 2}, "stages": {"pipeline_parallel_size": 2}}
+_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor ranks": ("pyramidkv", {"tensor_parallel_size": 2}),
+    "stages": ("pyramidkv", {"pipeline_parallel_size": 2}),
+    "stages, heads that stream": (
+        "duoattention",
+        {"pipeline_parallel_size": 2, "kv_policy_args": _MASK},
+    ),
+}
 
 
 def _model(name: str, folder: Path) -> str:
@@ -100,10 +125,34 @@ def _rows(outcomes: Sequence[Outcome], folder: Path | None = None) -> list[dict[
     return rows
 
 
+def _conversation() -> list[list[Job]]:
+    """Return waves of requests that share prefixes in all the ways there are."""
+    answer = partial(greedy, logprobs=2)
+    system, first, second, tail, short = random_prompts([300, 200, 150, 40, 90])
+    own, whole = {"kv_budget": 96}, {"kv_policy": "full"}
+    turn = Job([*system, *first], answer(24))
+    return [
+        [turn, Job([*system, *second], answer(10), arrival=1)],
+        # The same prompt again, with another budget, and whole; then a longer and a shorter one.
+        [Job(turn.prompt, answer(12)), Job(turn.prompt, answer(6, **own))],
+        [Job(turn.prompt, answer(20, **whole)), Job([*turn.prompt, *tail], answer(8))],
+        [Job([*system, *tail], answer(8, **whole)), Job(system[:200], answer(8))],
+        # Two at once that compute the same, and one that is given up in the middle.
+        [
+            Job([*tail, *second], answer(6)),
+            Job([*tail, *second], answer(6)),
+            Job([*tail, *second, *first], answer(30), abort_after=3),
+        ],
+        [Job([*tail, *second, *first], answer(8)), Job([*tail, *second], answer(3, **whole))],
+        # In one step: the second one reads what the first one has just written.
+        [Job(short, answer(6)), Job(short, answer(6))],
+    ]
+
+
 def _waves(engine: Engine, evicts: bool) -> list[Outcome]:
     """Requests that share prefixes, some with settings of their own, and a batch."""
     outcomes = []
-    for wave in conversation():
+    for wave in _conversation():
         jobs = [Job(job.prompt, job.params, job.arrival, job.abort_after) for job in wave]
         for job in jobs:
             if not evicts:
@@ -174,9 +223,9 @@ def record(only: str = "") -> dict[str, Any]:
             if only in name:
                 found[name] = _in_process(name, policy, settings, _model(model, models))
                 print(name, str(found[name])[:70], file=sys.stderr, flush=True)
-        for name, own in _RANKS.items():
+        for name, (policy, own) in _RANKS.items():
             if only in name:
-                found[name] = _over_ranks(_settings("pyramidkv", **own), _model("qwen3", models))
+                found[name] = _over_ranks(_settings(policy, **own), _model("qwen3", models))
     return found
 
 

@@ -56,7 +56,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     pool, prefixes = coordinator.block_pool, coordinator.prefixes.cache
     kinds = coordinator.prefixes.kinds
     pools = getattr(pool, "pools", [pool])  # of the pipeline stages
-    held, private = np.zeros(coordinator.layer_blocks.num_layers, np.int64), []
+    held, private = np.zeros(coordinator.layer_blocks.num_tables, np.int64), []
     refs: Counter[int] = Counter()
     holders: dict[PrefixCache, dict[int, set[str]]] = {cache: {} for cache in kinds}
     in_use: dict[PrefixCache, dict[int, BlockBundle]] = {cache: {} for cache in kinds}
@@ -70,10 +70,11 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             for row in rows_of_kind:
                 holders[cache].setdefault(id(row), set()).add(request_id)
             in_use[cache].update({id(row): row for row in rows_of_kind})
-        for layer in range(coordinator.layer_blocks.num_layers):
-            number, lane = divmod(layer, coordinator.lanes)
+        for layer in range(coordinator.layer_blocks.num_tables):
+            per_layer = coordinator.layer_blocks.stages.tables_per_layer
+            number, lane = divmod(layer, per_layer)
             manager = coordinator.layer_managers[number]
-            table = manager.req_to_blocks.get(request_id, [])[lane :: coordinator.lanes]
+            table = manager.req_to_blocks.get(request_id, [])[lane::per_layer]
             assert manager.block_size == coordinator.layer_blocks.block_sizes[layer]
             assert len(table) == cdiv(
                 record.num_blocks, int(coordinator.layer_blocks.ratios[layer])
@@ -83,7 +84,7 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             for index, row in enumerate(rows_of_layer):
                 of_layer = row.blocks[start : start + count]
                 assert table[index * count : (index + 1) * count] == list(of_layer)
-            stage = coordinator.layer_blocks.stages.of_layer(layer)
+            stage = coordinator.layer_blocks.stages.of_table(layer)
             alone = [b for b in table[len(rows_of_layer) * count :] if not b.is_null]
             assert all(pools[stage].blocks[b.block_id] is b for b in alone), "another stage's"
             ids = [(stage, b.block_id) for b in alone]

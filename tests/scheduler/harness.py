@@ -50,7 +50,8 @@ from vllm_pyramid.compat.side_channel import (
     read_messages,
 )
 from vllm_pyramid.kv_cache.bundle_file import write_file
-from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, KeyOnlyKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.kv_cache.head_layout import HeadKVCacheSpec
+from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint, LateEviction, LevelPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.heads import Heads

@@ -235,7 +235,7 @@ def _entered(policy: str, prompt: int, generated: int, **arguments: Any) -> Requ
         coordinator, max_model_len=10**5, step_tokens=10**4, longest_chunk=10**4, lag=0
     )
     plan = load_policy(policy, "100%" if policy == "pyramidinfer" else 64, arguments).plan(
-        prompt, coordinator.layer_blocks.num_layers, 4
+        prompt, coordinator.layer_blocks.num_tables, 4
     )
     request = exact_request("long", prompt, 10**4)
     request.append_output_token_ids([8] * generated)

@@ -150,7 +150,7 @@ def test_copies_take_no_more_than_the_scorer_says(
         assert peak.tensors <= memory.bytes_of_copies() + result
         assert memory.bytes_of_copies() == at_once * of_head + scorer.workspace_bytes
         lane = SimpleNamespace(num_kv_heads=1, head_size=size, block_size=BLOCK)
-        of_lanes = EvictionMemory(policy, [lane], heads * group, tokens, 1, lanes=heads)
+        of_lanes = EvictionMemory(policy, [lane], heads * group, tokens, 1, tables_per_layer=heads)
         assert of_lanes.bytes_of_copies() == of_head + scorer.workspace_bytes
 
 

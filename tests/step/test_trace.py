@@ -85,7 +85,7 @@ def test_a_file_holds_the_request(tmp_path: Path) -> None:
 def test_heads_with_lengths_of_their_own_are_layers_of_one_head(tmp_path: Path) -> None:
     """Two layers of two KV heads, of which one keeps everything; read as any other trace."""
     evictions = steps.make_evictions([9], [[9], [2], [3], [9]], budget=6, request_ids=["r"])
-    writer = TraceWriter(str(tmp_path), [1] * 4, 0, 1, [5, 5, 7, 7], lanes=2)
+    writer = TraceWriter(str(tmp_path), [1] * 4, 0, 1, [5, 5, 7, 7], tables_per_layer=2)
     places = {1: [0, 8], 2: [0, 7, 8]}
     for lane, of_lane in places.items():
         positions = torch.tensor([of_lane], dtype=torch.int32)

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_pyramid.attention.backend_triton import PyramidTritonBuilder
 from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin
-from vllm_pyramid.attention.lane_tables import LaneTables
+from vllm_pyramid.attention.per_head.lane_tables import LaneTables
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.accumulated.gather import KeyMass
@@ -58,7 +58,7 @@ def served(policy: str, **settings: Any) -> dict[str, Any]:
 class OurImpl:
     context = None
     alibi_slopes: Any = None
-    serves_lanes = True
+    serves_single_heads = True
     sinks: torch.Tensor | None = None
 
     @classmethod

@@ -16,11 +16,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_pyramid.attention.cpu_metadata import (
-    PyramidCpuMetadata,
-    PyramidCpuMetadataBuilder,
-    lane_slots,
-)
+from vllm_pyramid.attention.cpu_metadata import PyramidCpuMetadata, PyramidCpuMetadataBuilder
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext, own_inputs
 from vllm_pyramid.compat.backend_names import CPU_BLOCK_SIZE, FP8_CACHES
 from vllm_pyramid.compat.cache_specs import scales_of
@@ -100,11 +96,11 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
 
     Attributes:
         context: set by the model runner for layers that evict, and those that read their caches.
-        serves_lanes: whether KV heads may have block tables of their own.
+        serves_single_heads: whether KV heads may have block tables of their own.
     """
 
     context: LayerContext | ReaderContext | None = None
-    serves_lanes = True
+    serves_single_heads = True
 
     def __init__(
         self,
@@ -186,12 +182,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         """Write the step's keys and values, `[T, G, D]`, to their slots."""
         key_cache, value_cache = self._split(kv_cache)
         context = self.context
-        if context is not None and context.lanes is not None:
-            # vLLM's slots are those of one table for all heads.
-            key, value = (context.lanes.as_one_head(rows) for rows in (key, value))
-            slot_mapping = lane_slots(layer)
-        elif context is not None:
-            slot_mapping = context.slots(slot_mapping)
+        if context is not None:
+            key, value, slot_mapping = context.to_write(layer, key, value, slot_mapping)
         key_scale, value_scale = self._scales(layer)
         self.ops.reshape_and_cache(
             *(key, value, key_cache, value_cache, slot_mapping),
@@ -238,7 +230,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         key_cache, value_cache = self._split(kv_cache)
         query, out = query[: meta.num_tokens], output[: meta.num_tokens]
         log_sum_exp = None
-        if context is not None and context.lanes is None and context.step.wants_log_sum_exp:
+        if context is not None and context.step.wants_log_sum_exp and context.computes_log_sum_exp:
             log_sum_exp = torch.empty(query.shape[:2], dtype=torch.float32)
         key_scale, value_scale = self._scales(layer)
         batch = AttentionBatch(
@@ -271,9 +263,6 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return output
 
     def _attend(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        ops, context = self.ops, self.context
-        if context is not None and context.lanes is not None:
-            context.lanes.attend(ops, inputs.batch, inputs.softmax, out)
-            return
+        ops = self.ops
         attend = ops.shared_attention if self._shares_prefixes else ops.paged_attention
         attend(out, inputs.batch, inputs.softmax, log_sum_exp=inputs.log_sum_exp)

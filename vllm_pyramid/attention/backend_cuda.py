@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from vllm_pyramid.attention.cache_parts import CacheParts, parts_of_scaled_rows
-from vllm_pyramid.attention.lane_tables import LaneTables
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext, own_inputs
 from vllm_pyramid.compat.backend_names import FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.compat.cache_specs import scales_of
@@ -46,12 +45,12 @@ class PyramidImplMixin:
 
     Attributes:
         context: set by the model runner.
-        serves_lanes: whether KV heads may have block tables of their own.
+        serves_single_heads: whether KV heads may have block tables of their own.
         sinks: learned ones, `[H]`, or None.
     """
 
     context: LayerContext | ReaderContext | None = None
-    serves_lanes = True
+    serves_single_heads = True
     sinks: torch.Tensor | None = None
     num_heads: int
     num_kv_heads: int
@@ -97,13 +96,8 @@ class PyramidImplMixin:
         Where V lies elsewhere, our own writes K, and a method writes V.
         """
         context = self.context
-        if context is not None and context.lanes is not None:
-            # vLLM's slots are those of one table for all heads.
-            assert isinstance(context.shifted, LaneTables)
-            key, value = (context.lanes.as_one_head(rows) for rows in (key, value))
-            slot_mapping = context.shifted.slots_of(context.layer, len(slot_mapping))
-        elif context is not None:
-            slot_mapping = context.slots(slot_mapping)
+        if context is not None:
+            key, value, slot_mapping = context.to_write(layer, key, value, slot_mapping)
         if context is None or context.values is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         if context is None or (context.values is None and not context.hooks.after_write):
@@ -143,34 +137,25 @@ class PyramidImplMixin:
                 `[P, G, N, D]` where V lies elsewhere, and a method attends in vLLM's place.
             output: `[T, H, D]`, written. args, kwargs: scales of fused output quantisation.
         """
+        context = self.context
+        attention = self.stock_attention if context is None else context.attention_of(self)
 
-        def is_fused() -> bool:
-            return any(scale is not None for scale in (*args, *kwargs.values()))
-
-        def attend(query: torch.Tensor, metadata: Any) -> torch.Tensor:
-            if metadata is not None and context is not None and context.lanes is not None:
-                if is_fused():
-                    raise NotImplementedError(
-                        "lengths of single heads have no fused output quantisation"
-                    )
-                self.attend_in_lanes(layer, query, kv_cache, metadata, output)
-                return output
-            result: torch.Tensor = super(PyramidImplMixin, self).forward(  # type: ignore[misc]
+        def attend(metadata: Any) -> torch.Tensor:
+            found: torch.Tensor = attention(
                 layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
             )
-            return result
+            return found
 
-        context = self.context
         if attn_metadata is None or attn_metadata.kv_step is None:
-            return attend(query, attn_metadata)
+            return attend(attn_metadata)
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
-            return attend(query, attn_metadata)
-        if context.hooks.attend and is_fused():
+            return attend(attn_metadata)
+        is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
+        if context.hooks.attend and is_fused:
             raise NotImplementedError("a method that attends writes no fused output quantisation")
         requests = attn_metadata.kv_no_skips.shape[0]
-        lanes = 1 if context.lanes is None else context.lanes.count
-        tokens = query[: attn_metadata.num_actual_tokens // lanes]
+        tokens = query[: attn_metadata.num_actual_tokens // context.tables_per_layer]
         # The layer's shifted row begins with the first block that it holds.
         inputs = self.call_of(
             layer,
@@ -191,44 +176,20 @@ class PyramidImplMixin:
                     f"V of layer {context.layer} lies elsewhere, and no method attends"
                 )
             if attended is inputs:
-                result = attend(query, attn_metadata)
+                result = attend(attn_metadata)
             elif attended.block_table.dim() == 3:  # which the stock kernels do not read
-                if is_fused():
+                if is_fused:
                     raise NotImplementedError("lists of pages have no fused output quantisation")
                 self.attend_to_lists(layer, attended, kv_cache, attn_metadata, output)
             else:
-                result = attend(query, metadata_of(attended, attn_metadata))
+                result = attend(metadata_of(attended, attn_metadata))
         context.after_attention(own_inputs(inputs, attended), output)
         return result
 
-    def attend_in_lanes(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-    ) -> None:
-        """Attend by vLLM's kernel to each KV head as a request of its own.
-
-        Args:
-            layer: vLLM's. query, output: `[>= T, H, D]`. kv_cache: `[P, 1, N, 2 * D]`.
-            metadata: stock, of the lanes; `kv_order` is None where queries are in their order.
-        """
-        context = self.context
-        assert context is not None and context.lanes is not None
-        tokens = metadata.num_actual_tokens // context.lanes.count
-        rows = context.lanes.as_one_head(query[:tokens])
-        out = output[:tokens].view(rows.shape)
-        order, found = metadata.kv_order, out
-        if order is not None:
-            rows, found = rows.index_select(0, order), torch.empty_like(out)
-        # Keys and values are in the cache; those of the step are not read.
-        super(PyramidImplMixin, self.of_one_head).forward(  # type: ignore[misc]
-            layer, rows, rows, rows, kv_cache, metadata, found
-        )
-        if order is not None:
-            out.index_copy_(0, order, found)
+    def stock_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attend by vLLM's kernel; arguments as of `forward`."""
+        found: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return found
 
     def attend_to_lists(
         self,

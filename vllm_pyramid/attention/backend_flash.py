@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin, metadata_of
-from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, lanes_of
+from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, tables_per_layer
 from vllm_pyramid.attention.head_lists import single_heads
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 
@@ -22,10 +22,10 @@ class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
     """FlashAttention's metadata over a layer's own table."""
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
-        """Limit the parts of a row in graphs as vLLM does: by the step's tokens, not by lanes."""
+        """Limit the parts of a row in graphs as vLLM does: by the step's tokens, not by tables."""
         super().__init__(kv_cache_spec, *args, **kwargs)
-        if (lanes := lanes_of(kv_cache_spec)) > 1 and self.max_cudagraph_size is not None:
-            self.max_cudagraph_size *= lanes
+        if self.max_cudagraph_size is not None:
+            self.max_cudagraph_size *= tables_per_layer(kv_cache_spec)
 
 
 class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):

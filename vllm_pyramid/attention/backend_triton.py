@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
-from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, lanes_of
+from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, tables_per_layer
 from vllm_pyramid.compat.backend_names import SCALED_ROWS
 
 # Scratch that the builders of one device share, by name and shape; freed with the last of them.
@@ -27,20 +27,21 @@ class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         """Share one scratch between all layers, which run in turn, as with vLLM's one builder.
 
-        A layer's own would be 4 MiB of an 8B, which vLLM's memory profile does not see. Where each
-        KV head is a request of its own, rows of the scratch are split alike: as many programs run,
-        and rows are split up to the batch up to which vLLM splits them.
+        A layer's own would be 4 MiB of an 8B, which vLLM's memory profile does not see. Where a
+        layer has several tables, each is a request of its own, and rows of the scratch are split
+        alike: as many programs run, and rows are split up to the batch up to which vLLM splits
+        them.
         """
         super().__init__(kv_cache_spec, *args, **kwargs)
-        lanes = lanes_of(kv_cache_spec)
-        if lanes > 1:
-            self.seq_threshold_3D *= lanes
-            self.max_seqs_64_segments *= lanes
-            self.num_heads_q //= lanes
+        tables = tables_per_layer(kv_cache_spec)
+        if tables > 1:
+            self.seq_threshold_3D *= tables
+            self.max_seqs_64_segments *= tables
+            self.num_heads_q //= tables
         for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"):
             own = getattr(self, name)
-            if lanes > 1:
-                own = own.view(-1, own.shape[1] // lanes, *own.shape[2:])
+            if tables > 1:
+                own = own.view(-1, own.shape[1] // tables, *own.shape[2:])
             key = (name, own.device, own.dtype, tuple(own.shape))
             setattr(self, name, _SCRATCH.setdefault(key, own))
 

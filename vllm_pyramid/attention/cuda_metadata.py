@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from vllm_pyramid.attention.lane_tables import LaneTables
 from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.policy.planning import can_evict_after
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 
-def lanes_of(kv_cache_spec: Any) -> int:
-    """Return the requests of one KV head that a layer's attention has for each of a step's."""
-    lanes: int = getattr(kv_cache_spec, "lanes", 1)
-    return lanes
+def tables_per_layer(kv_cache_spec: Any) -> int:
+    """Return the tables of a layer, each of which its attention reads as a request's."""
+    found: int = getattr(kv_cache_spec, "tables_per_layer", 1)
+    return found
 
 
 class PyramidBuilderMixin:
@@ -91,7 +90,6 @@ class PyramidBuilderMixin:
         shape = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
         if shifted.replays and shape in self._of_replays:
             return self._of_replays[shape]
-        place = shifted.place(context.layer)
         common = copy.copy(common_attn_metadata)
         shifted.describe(common, context.layer)
         if (layout := context.step.layout) is not None:
@@ -102,10 +100,7 @@ class PyramidBuilderMixin:
             common.max_query_len = int((starts[1:] - starts[:-1]).max())
         metadata = super().build(common_prefix_len, common, fast_build=True)  # type: ignore[misc]
         metadata.kv_step = context.step
-        metadata.kv_no_skips = shifted.no_skips[: common.num_reqs]
-        metadata.kv_offsets = shifted.skips[place, : common.num_reqs]
-        if isinstance(shifted, LaneTables):
-            metadata.kv_order = shifted.order_of(common)
+        shifted.complete(metadata, common, context.layer)
         if shifted.replays:
             # The graph reads the tensors that it was captured with; what is built for its step is
             # not read.

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_pyramid.attention.cpu_metadata import PyramidCpuMetadata, check_size
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.evict import evict_layer
-from vllm_pyramid.attention.head_lanes import HeadLanes
-from vllm_pyramid.attention.lane_tables import LaneTables
-from vllm_pyramid.attention.shifted_tables import ShiftedTables
+from vllm_pyramid.attention.shifted_tables import DeviceTables
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import MethodHooks, WorkerHooks
@@ -29,7 +29,7 @@ class StepSource(Protocol):
 
     Attributes:
         policy: the served policy. step: the step that runs now.
-        num_layers: L; KV heads with block tables of their own count as layers.
+        num_layers: the tables of all layers: numbers that a plan has.
     """
 
     policy: Policy
@@ -39,9 +39,12 @@ class StepSource(Protocol):
 
 @dataclass
 class LayerContext:
-    """One attention layer's place in the policy.
+    """One attention layer's place in the policy, and how it reads its one block table.
+
+    Layouts with other tables (`TableLayout`) have subclasses of it.
 
     Attributes:
+        computes_log_sum_exp: whether the CPU's attention can keep it for scorers.
         tracker: the runner's, shared by all layers. layer: index of this one, from the bottom.
         hooks: of the policy's methods, shared by all layers.
         ranks: that share the KV heads; None for one.
@@ -52,8 +55,10 @@ class LayerContext:
             policy's plans are never deferred.
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: V is in the pages.
         has_readers: whether layers above attend to this one's cache; it evicts after the last.
-        lanes: the KV heads of all layers, where they have block tables of their own.
+        tables_per_layer: how many numbers a plan has for a layer.
     """
+
+    computes_log_sum_exp: ClassVar[bool] = True
 
     tracker: StepSource
     layer: int
@@ -61,11 +66,11 @@ class LayerContext:
     ranks: Ranks | None = None
     rotary: Rotary | None = None
     trace: TraceWriter | None = None
-    shifted: ShiftedTables | LaneTables | None = None
+    shifted: DeviceTables | None = None
     deferred: DeferredEviction | None = None
     values: torch.Tensor | None = None
     has_readers: bool = False
-    lanes: HeadLanes | None = None
+    tables_per_layer: int = 1
     _attended: AttentionInputs | None = None
 
     @property
@@ -73,10 +78,41 @@ class LayerContext:
         """The step that runs now."""
         return self.tracker.step
 
-    def slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """Return those of the step's slots that this layer writes."""
+    def cpu_metadata(self, common: CommonAttentionMetadata) -> PyramidCpuMetadata:
+        """Return the layer's view of the current step, for the CPU's attention."""
+        step, layer, num_reqs = self.step, self.layer, common.num_reqs
+        if (layout := step.layout) is not None:
+            return PyramidCpuMetadata(
+                num_tokens=int(layout.query_starts[layer, -1]),
+                block_table=common.block_table_tensor,
+                query_start_loc=torch.from_numpy(layout.query_starts[layer]),
+                seq_lens=torch.from_numpy(layout.seq_lens[layer]),
+                skips=torch.from_numpy(layout.skips[layer]),
+            )
+        skips = torch.from_numpy(step.skips[layer])
+        check_size(num_reqs, skips.numel())
+        return PyramidCpuMetadata(
+            num_tokens=common.num_actual_tokens,
+            block_table=common.block_table_tensor,
+            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            seq_lens=common.seq_lens[:num_reqs],
+            skips=skips,
+        )
+
+    def to_write(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return keys, values and slots as the layer's table takes them.
+
+        Args:
+            layer: vLLM's. key, value: `[T, G, D]`. slots: vLLM's of the step.
+        """
         layout = self.step.layout
-        return slot_mapping if layout is None else layout.slots(self.layer, slot_mapping)
+        return key, value, slots if layout is None else layout.slots(self.layer, slots)
+
+    def attention_of(self, impl: Any) -> Any:
+        """Return the function with which a CUDA back end attends, called as its `forward`."""
+        return impl.stock_attention
 
     def after_write(self, write: CacheWrite) -> None:
         """Tell methods of the layer's new tokens, which have been written."""
@@ -120,18 +156,18 @@ class LayerContext:
                 self._blame("after_attention", hooks, error)
         if self.step.evictions is None:
             return
-        lanes = 1 if self.lanes is None else self.lanes.count
-        if (self.layer + 1) * lanes == self.tracker.num_layers:
+        if (self.layer + 1) * self.tables_per_layer == self.tracker.num_layers:
             check_attention(self.step, self.layer, out)
-        if self.lanes is not None:
-            for lane in self.lanes.split(inputs):
-                self.evict(lane, self.step.evictions)
-        elif self.has_readers:
+        self.evict_from(inputs, self.step.evictions)
+
+    def evict_from(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
+        """Evict from the layer's table, or keep its inputs for `after_last_reader`."""
+        if self.has_readers:
             # The layers in between may use the memory of these queries again.
             batch = replace(inputs.batch, query=inputs.query.clone())
             self._attended = replace(inputs, batch=batch)
         else:
-            self.evict(inputs, self.step.evictions)
+            self.evict(inputs, evictions)
 
     def after_last_reader(self) -> None:
         """Evict where the step asks for it: the last layer that reads this cache has attended."""

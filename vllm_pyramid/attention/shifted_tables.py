@@ -14,13 +14,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
+
+
+class DeviceTables(Protocol):
+    """What attention kernels read that know nothing of skips; see `ShiftedTables`."""
+
+    tables: list[torch.Tensor]
+    lens: torch.Tensor
+    skips: torch.Tensor
+    no_skips: torch.Tensor
+    max_lens: npt.NDArray[np.int32] | None
+    replays: bool
+
+    def place(self, layer: int) -> int: ...
+
+    def follow(
+        self,
+        seq_lens: torch.Tensor,
+        query_starts: torch.Tensor,
+        step: Step,
+        host_lens: npt.NDArray[np.int32] | None,
+    ) -> None: ...
+
+    def describe(self, common: Any, layer: int) -> None: ...
+
+    def complete(self, metadata: Any, common: Any, layer: int) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def forget_step(self) -> None: ...
 
 
 class ShiftedTables:
@@ -84,6 +114,23 @@ class ShiftedTables:
         """Return the place of a layer that evicts in these tensors."""
         return layer - int(self.layers.start)
 
+    def follow(
+        self,
+        seq_lens: torch.Tensor,
+        query_starts: torch.Tensor,
+        step: Step,
+        host_lens: npt.NDArray[np.int32] | None,
+    ) -> None:
+        """Shift the tables of a step; arguments as of `update`.
+
+        Args:
+            query_starts: `[R + 1]` int32, where the queries of each request begin.
+        """
+        if (layout := step.layout) is None:
+            self.update(seq_lens, step.skips, host_lens)
+        else:
+            self.update(seq_lens, layout.skips, host_lens, layout.seq_lens)
+
     def update(
         self,
         seq_lens: torch.Tensor,
@@ -146,6 +193,11 @@ class ShiftedTables:
             # By it FlashAttention chooses in how many parts to split a row. Never so while a graph
             # is captured: that has no step, and keeps vLLM's bound, which holds for every replay.
             common.max_seq_len = int(self.max_lens[place])
+
+    def complete(self, metadata: Any, common: Any, layer: int) -> None:
+        """Add to stock metadata what ours has more; `common` is as `describe` has made it."""
+        metadata.kv_no_skips = self.no_skips[: common.num_reqs]
+        metadata.kv_offsets = self.skips[self.place(layer), : common.num_reqs]
 
     def warm_up(self) -> None:
         """Launch all kernels, with one request that has no tokens."""

@@ -28,15 +28,16 @@ from vllm_pyramid.compat.block_pool import block_pool
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
-from vllm_pyramid.kv_cache.layer_groups import LayerGroups
+from vllm_pyramid.kv_cache.head_layout import make_layout
 from vllm_pyramid.kv_cache.new_blocks import extend_tables
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_store import PrefixStore
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache
 from vllm_pyramid.kv_cache.session_store import SessionStore
-from vllm_pyramid.kv_cache.spec import layout_of
+from vllm_pyramid.kv_cache.spec import stages_of
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.kv_cache.stores import Stores
 from vllm_pyramid.plan import RetentionPlan
@@ -48,7 +49,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     """KV cache coordinator for groups of one layer each that grow together.
 
     "Layers" are the layers that evict, from the bottom; `stock_groups` has the model's others.
-    Where their KV heads have tables of their own, plans and counters are for each head (a lane).
+    Plans and counters have a number for each of their tables (`layout.py`).
 
     A request with a plan gives head blocks back when its whole prompt has been processed, and at
     later evictions if the plan has any, each time after the worker's confirmation. Until then, and
@@ -57,9 +58,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     Attributes:
         layers: the model's own numbers of the layers. layer_specs: their specs.
-        lanes: block tables of KV heads that each layer has; 1 where all heads have one.
-        layer_managers: the layers' managers.
-        layer_blocks: how many blocks the layers need.
+        layout: which block tables a request has. layer_managers: the layers' managers.
+        layer_blocks: how many blocks the tables need.
         stock_groups: the layers that do not evict.
         plans: the requests' records and plans.
         stores: what outlives requests. sessions, prefixes: those that admission and reports ask.
@@ -71,14 +71,13 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     block_pool: BundlePool
 
     def __init__(self, *, hash_block_size: int, **kwargs: Any) -> None:
-        stages = layout_of(kwargs["kv_cache_config"])
+        stages = stages_of(kwargs["kv_cache_config"])
         make = BundlePool if len(stages) == 1 else partial(PipelinePools, stages=stages)
         with block_pool(make):
             super().__init__(hash_block_size=hash_block_size, **kwargs)
-        found = self._own = LayerGroups.of(self.single_type_managers)
+        found = self.layout = make_layout(self.single_type_managers)
         self.layer_specs = found.specs
         self.layer_managers, self._groups, self.layers = found.managers, found.groups, found.layers
-        self.lanes = found.lanes
         self.stock_groups = StockGroups(found.others, self.block_pool)
         stock_sizes = self.stock_groups.block_sizes(kwargs["max_model_len"])
         self.layer_blocks = found.block_counts(stages, stock_sizes)
@@ -86,12 +85,15 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         # With stock groups and without prefix caching, vLLM may choose any size of a hash.
         self._hashes_fit = not found.others or self.layer_blocks.largest % hash_block_size == 0
         self._hash_tokens = hash_block_size if self._hashes_fit else self.layer_blocks.largest
-        self.counters = CacheCounters(self.layer_blocks.num_layers)
+        self.counters = CacheCounters(self.layer_blocks.num_tables)
         self.plans = RequestPlans(self.counters)
         self._records = self.plans.records
         self.block_copies = BlockCopies(stages)
         pool, groups, layer_blocks = self.block_pool, self.stock_groups, self.layer_blocks
-        kinds = found.prefix_caches(pool, layer_blocks, self._hash_tokens)
+        kinds = [
+            PrefixCache(pool, found, layer_blocks, self._hash_tokens, kind)
+            for kind in found.prefix_kinds()
+        ]
         cache = kinds[0]
         self._bundle_tokens = cache.tokens
         copies, counters = self.block_copies, self.counters
@@ -196,9 +198,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         record.num_blocks = need
         self.counters.held_blocks += missing
         if not record.tables:
-            record.tables = self._own.tables_of(request_id)
+            record.tables = self.layout.vllm_tables(request_id)
         new_blocks = extend_tables(record.tables, pool_blocks, ends, units=need - have)
-        for layer, manager in self._own.recording:
+        for layer, manager in self.layout.recording:
             manager.new_block_ids.extend(block.block_id for block in new_blocks[layer])
         if not self.stock_groups:
             return new_blocks
@@ -231,7 +233,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         record.due = resolved.next_eviction(processed_computed_tokens)
         skip = resolved.skip_after(number)
         left, unused = self.stores.released(request_id, record, resolved)
-        own = self._own.release_heads(request_id, skip // self.layer_blocks.block_sizes)
+        own = self.layout.release_heads(request_id, skip // self.layer_blocks.block_sizes)
         counters = self.counters
         counters.num_releases += 1
         counters.held_blocks -= unused + own
@@ -240,8 +242,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         record.released = number
 
     def _grow(self, request_id: str, num_tokens: int) -> list[Sequence[KVCacheBlock]]:
-        """Give a request tables for `num_tokens`; returns the new blocks, `[layers][blocks]`."""
-        return self._own.of_lanes(self.allocate_new_blocks(request_id, num_tokens, num_tokens))
+        """Give a request tables for `num_tokens`; returns the new blocks, `[tables][blocks]`."""
+        return self.layout.new_blocks(self.allocate_new_blocks(request_id, num_tokens, num_tokens))
 
     def free(self, request_id: str) -> None:
         """Give all blocks back: the request has finished or is preempted. Its terms stay."""
@@ -326,5 +328,5 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return self.block_pool.free_by_stage() + held + self.stock_groups.held_blocks
 
     def blocks_held(self, request_id: str) -> list[int]:
-        """Count the blocks that the request holds, per layer or lane, in its block tables."""
-        return self._own.blocks_held(request_id)
+        """Count the blocks that the request holds in each of its tables."""
+        return self.layout.blocks_held(request_id)

@@ -13,11 +13,10 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counters over all requests; arrays are `[layers]` int64.
+    """Counters over all requests; arrays are `[tables]` int64 (`layout.py`).
 
     Attributes:
-        num_layers: number of evicting layers; of all their KV heads (lanes), where these have block
-            tables of their own.
+        num_tables: number of tables of all evicting layers.
         held_blocks: blocks of the pool that requests hold now.
         skipped_tokens: tokens given back by requests that still hold blocks.
         blocks_freed: blocks given back by evictions since the start; a shared block counts for
@@ -29,7 +28,7 @@ class CacheCounters:
             preemption.
     """
 
-    num_layers: int
+    num_tables: int
     held_blocks: Numbers = field(init=False)
     skipped_tokens: Numbers = field(init=False)
     blocks_freed: Numbers = field(init=False)
@@ -38,21 +37,7 @@ class CacheCounters:
     num_releases: int = 0
 
     def __post_init__(self) -> None:
-        self.held_blocks = np.zeros(self.num_layers, np.int64)
-        self.skipped_tokens = np.zeros(self.num_layers, np.int64)
-        self.blocks_freed = np.zeros(self.num_layers, np.int64)
-        self.tokens_evicted = np.zeros(self.num_layers, np.int64)
-
-
-def sums_of_layers(numbers: Numbers, lanes: int) -> list[int]:
-    """Return the sum of each layer's lanes, `[layers]`, of `[layers * lanes]` numbers."""
-    if lanes > 1:  # every step comes here: adding up single numbers would be most of its time
-        numbers = numbers.reshape(-1, lanes).sum(axis=1)
-    sums: list[int] = numbers.tolist()
-    return sums
-
-
-def means_of_layers(numbers: Numbers, lanes: int) -> list[int]:
-    """Return the mean of each layer's lanes, rounded down; see `sums_of_layers`."""
-    sums = sums_of_layers(numbers, lanes)
-    return sums if lanes == 1 else [total // lanes for total in sums]
+        self.held_blocks = np.zeros(self.num_tables, np.int64)
+        self.skipped_tokens = np.zeros(self.num_tables, np.int64)
+        self.blocks_freed = np.zeros(self.num_tables, np.int64)
+        self.tokens_evicted = np.zeros(self.num_tables, np.int64)

@@ -114,7 +114,7 @@ class EvictedPrefixes:
         copies = None if pending is None else self._pool.take_reserved(pending.reserved)
         if pending is None or copies is None or resolved is None:
             self._pool.free_blocks(copies or ())
-            return np.zeros(self._layer_blocks.num_layers, np.int64)
+            return np.zeros(self._layer_blocks.num_tables, np.int64)
         return self._cache.keep_evicted(
             request_id, pending.first, pending.hashes, resolved.points[0].skip, copies
         )

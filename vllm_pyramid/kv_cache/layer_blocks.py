@@ -24,23 +24,20 @@ Numbers = npt.NDArray[np.int64]
 
 
 class LayerBlocks:
-    """Block counts of the evicting layers.
-
-    Where KV heads have block tables of their own, "layers" are the heads of all layers: lanes.
+    """Block counts of the tables of evicting layers (`layout.py`).
 
     Args:
-        block_sizes: tokens of a block, for each layer; all its lanes have blocks of that size.
+        block_sizes: tokens of a block, for each layer; all its tables have blocks of that size.
         stock_block_sizes: tokens of a block in each group of vLLM's own, which grow in lockstep,
             too.
         full_block_size: tokens of a block that holds K and V.
-        lanes: KV heads of a layer that have block tables of their own; 1: all share one.
 
     Attributes:
-        stages: which layers each pipeline stage has.
-        block_sizes: `[layers]` int64, tokens of a block.
+        stages: which tables each pipeline stage has.
+        block_sizes: `[tables]` int64, tokens of a block.
         unit: tokens of the smallest block; entries of tables are counted in units.
-        largest: tokens of the largest block: its multiples end blocks in all layers.
-        ratios: `[layers]` units in a block.
+        largest: tokens of the largest block: its multiples end blocks in all tables.
+        ratios: `[tables]` units in a block.
 
     Raises:
         ValueError: the block sizes are not multiples of the smallest.
@@ -52,10 +49,9 @@ class LayerBlocks:
         stages: PipelineLayout,
         full_block_size: int,
         stock_block_sizes: Sequence[int] = (),
-        lanes: int = 1,
     ) -> None:
-        self.stages, self._lanes = stages, lanes
-        self.block_sizes = np.repeat(np.array(block_sizes, np.int64), lanes)
+        self.stages = stages
+        self.block_sizes = np.repeat(np.array(block_sizes, np.int64), stages.tables_per_layer)
         self.full_block_size = full_block_size
         self.unit = min([*block_sizes, *stock_block_sizes])
         self.largest = max(block_sizes)
@@ -68,40 +64,41 @@ class LayerBlocks:
         self.ratios = self.block_sizes // self.unit
         self._period = lcm(*self.ratios.tolist())
         self._grown = lru_cache(maxsize=256)(self._grow)
-        # Count layers by block-size ratio, per pipeline stage.
-        self._layers_by_ratio = [
+        # Count tables by block-size ratio, per pipeline stage.
+        self._tables_by_ratio = [
             list(Counter(self.ratios[start:end].tolist()).items())
             for start, end in zip(stages.starts, stages.ends, strict=True)
         ]
 
     @property
-    def num_layers(self) -> int:
-        """Return the number of evicting layers."""
+    def num_tables(self) -> int:
+        """Return the number of tables of all evicting layers."""
         return len(self.block_sizes)
 
     def missing(self, have: int, need: int) -> list[int]:
         """Return the blocks per stage that extend tables from `have` to `need` units."""
         return [
-            sum(layers * (cdiv(need, ratio) - cdiv(have, ratio)) for ratio, layers in by_ratio)
-            for by_ratio in self._layers_by_ratio
+            sum(tables * (cdiv(need, ratio) - cdiv(have, ratio)) for ratio, tables in by_ratio)
+            for by_ratio in self._tables_by_ratio
         ]
 
     def growth(self, have: int, need: int) -> tuple[Numbers, list[int]]:
         """Return what extends tables from `have` to `need` units.
 
         Returns:
-            `[layers]` blocks, and sums of them up to and with each layer, one for all its lanes:
-            these share its table, where any new block is as good. Not to be written to.
+            `[tables]` blocks, and `[layers]` sums of them up to and with each layer: all tables of
+            a layer are in one of vLLM's, where any new block is as good. Not to be written to.
         """
         start = have % self._period
         return self._grown(start, start + need - have)
 
     def _grow(self, have: int, need: int) -> tuple[Numbers, list[int]]:
         missing = self.of_units(need) - self.of_units(have)
-        return missing, missing.cumsum()[self._lanes - 1 :: self._lanes].tolist()
+        per_layer = self.stages.tables_per_layer
+        return missing, missing.cumsum()[per_layer - 1 :: per_layer].tolist()
 
     def of_units(self, units: int) -> Numbers:
-        """Return the table entries of each layer, `[layers]`, for `units`."""
+        """Return the entries of each table, `[tables]`, for `units`."""
         entries: Numbers = -(-units // self.ratios)
         return entries
 
@@ -113,23 +110,23 @@ class LayerBlocks:
         """
         if not (plan.inner or plan.every) or num_tokens < plan.prompt_len:
             return self.stages.sums(-(-num_tokens // self.block_sizes))
-        by_layer = peak_blocks(
+        by_table = peak_blocks(
             plan, num_tokens, self.block_sizes, late, self.stages.sizes, evicted=evicted
         )
-        return self.stages.sums(by_layer)
+        return self.stages.sums(by_table)
 
     def whole(self, tokens: Numbers, stage: int = 0) -> Numbers:
         """Return the blocks of a stage for tokens of which none is evicted, in `tokens`' shape."""
         units = -(-tokens // self.unit)
         total = np.zeros_like(units)
-        for ratio, layers in self._layers_by_ratio[stage]:
-            total += layers * -(-units // ratio)
+        for ratio, tables in self._tables_by_ratio[stage]:
+            total += tables * -(-units // ratio)
         return total
 
     def kept(self, point: EvictionPoint) -> IntArray:
-        """Return the blocks of each layer, `[layers]`, after an eviction."""
+        """Return the blocks of each table, `[tables]`, after an eviction."""
         return point.blocks_in(self.block_sizes)
 
     def full(self, num_tokens: int) -> int:
-        """Return the blocks of all layers with nothing evicted and V on the device."""
-        return self.num_layers * cdiv(num_tokens, self.full_block_size)
+        """Return the blocks of all tables with nothing evicted and V on the device."""
+        return self.num_tables * cdiv(num_tokens, self.full_block_size)

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from vllm_pyramid.compat.cache_specs import return_blocks, return_head
+from vllm_pyramid.compat.cache_specs import return_head
 from vllm_pyramid.kv_cache.bundles import BundlePool
 
 
@@ -38,27 +37,3 @@ class LayerKVCacheManager(FullAttentionManager):
         before = self.block_pool.get_num_free_blocks()
         return_head(self, request_id, num_blocks)
         return self.block_pool.get_num_free_blocks() - before
-
-    def release_lanes(self, request_id: str, num_blocks: Sequence[int]) -> list[int]:
-        """Return the first blocks of each KV head to the pool, where each has its own table.
-
-            before   [a0][b0][a1][b1][a2][b2]     after release_lanes(rid, [2, 1])
-            after    [null][null][null][b1][a2][b2]
-
-        Args:
-            num_blocks: `[lanes]`.
-
-        Returns:
-            `[lanes]`, how many blocks went back.
-        """
-        lanes, released = len(num_blocks), []
-        for lane, count in enumerate(num_blocks):
-            released.append(
-                return_blocks(self, request_id, range(lane, lane + count * lanes, lanes))
-            )
-        return released
-
-    def num_held(self, request_id: str, lane: int = 0, lanes: int = 1) -> int:
-        """Count the blocks of the pool that the request holds in a lane of this layer."""
-        table = self.req_to_blocks.get(request_id, [])
-        return sum(not block.is_null for block in table[lane::lanes])

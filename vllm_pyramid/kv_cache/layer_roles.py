@@ -25,7 +25,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pyramid.compat.cache_specs import with_one_page_size
-from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, KeyOnlyKVCacheSpec, LayerKVCacheSpec
+from vllm_pyramid.kv_cache.head_layout import HeadKVCacheSpec
+from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.policy.policy import Policy
 
 _SERVE_WITHOUT = "serve this model with --kv-policy none"

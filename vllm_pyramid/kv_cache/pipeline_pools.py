@@ -34,7 +34,7 @@ class _LayerSpec(Protocol):
     def num_layers(self) -> int: ...
 
     @property
-    def lanes(self) -> int: ...
+    def tables_per_layer(self) -> int: ...
 
     @property
     def stages(self) -> tuple[int, ...]: ...
@@ -42,44 +42,43 @@ class _LayerSpec(Protocol):
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Which evicting layers each pipeline stage has; layers are numbered from the bottom.
-
-    KV heads with tables of their own (lanes) count as layers.
+    """Which tables of evicting layers each pipeline stage has (`layout.py`).
 
     Attributes:
-        ends: the number behind the last layer of each stage.
-        lanes: how many of these numbers are of one layer's heads.
+        ends: the number behind the last table of each stage.
+        tables_per_layer: how many tables a layer has.
     """
 
     ends: tuple[int, ...]
-    lanes: int = 1
+    tables_per_layer: int = 1
 
     @classmethod
     def of(cls, spec: _LayerSpec) -> PipelineLayout:
         """Return the layout that a layer's spec describes; one stage if it names none."""
         ends: list[int] = np.cumsum(spec.stages or (spec.num_layers,)).tolist()
-        return cls(tuple(end * spec.lanes for end in ends), spec.lanes)
+        per_layer = spec.tables_per_layer
+        return cls(tuple(end * per_layer for end in ends), per_layer)
 
     def __len__(self) -> int:
         return len(self.ends)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Return the first layer of each stage."""
+        """Return the first table of each stage."""
         return (0, *self.ends[:-1])
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of layers of each stage."""
+        """Return the number of tables of each stage."""
         return tuple(end - start for start, end in zip(self.starts, self.ends, strict=True))
 
-    def of_layer(self, layer: int) -> int:
-        """Return the stage of a layer."""
-        return int(np.searchsorted(self.ends, layer, side="right"))
+    def of_table(self, table: int) -> int:
+        """Return the stage of a table."""
+        return int(np.searchsorted(self.ends, table, side="right"))
 
-    def sums(self, by_layer: npt.NDArray[Any]) -> Numbers:
-        """Sum `[layers]` numbers over the layers of each stage, `[stages]`."""
-        sums: Numbers = np.add.reduceat(by_layer.astype(np.int64), self.starts)
+    def sums(self, by_table: npt.NDArray[Any]) -> Numbers:
+        """Sum `[tables]` numbers over the tables of each stage, `[stages]`."""
+        sums: Numbers = np.add.reduceat(by_table.astype(np.int64), self.starts)
         return sums
 
 
@@ -127,7 +126,7 @@ class PipelinePools(BundlePool):
 
     def of_layer(self, layer: int) -> BundlePool:
         """Return the pool of the layer's stage."""
-        return self.pools[self.stages.of_layer(layer * self.stages.lanes)]
+        return self.pools[self.stages.of_table(layer * self.stages.tables_per_layer)]
 
     @property
     def idle_blocks(self) -> int:
@@ -145,7 +144,7 @@ class PipelinePools(BundlePool):
 
     def get_blocks_of_layers(self, ends: Sequence[int]) -> list[KVCacheBlock]:
         """Return new blocks, layer by layer, each from its stage's pool."""
-        of_stages = [ends[end // self.stages.lanes - 1] for end in self.stages.ends]
+        of_stages = [ends[end // self.stages.tables_per_layer - 1] for end in self.stages.ends]
         return self.get_blocks_of_stages(np.diff(of_stages, prepend=0))
 
     def get_blocks_of_stages(self, counts: Numbers) -> list[KVCacheBlock]:

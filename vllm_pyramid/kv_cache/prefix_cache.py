@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
+from vllm_pyramid.kv_cache.layout import Layout, PrefixKind
 from vllm_pyramid.kv_cache.shared_blocks import SharedBlockIndex
 
 
@@ -35,49 +35,36 @@ class PrefixCache:
     """Bundles of the pool, and the layers' tables that contain their blocks.
 
     Args:
-        managers: the layers' managers.
+        layout: of the tables.
         hash_block_size: tokens of one of a request's `block_hashes`.
-        has: `[layers]` bool, the layers (lanes) whose blocks are in these bundles; None: all are.
-        suffix: of these bundles' hashes, where others have the blocks of other lanes.
-        to_end: whether requests keep these bundles when they evict.
+        kind: which tables' blocks are in these bundles.
 
     Attributes:
-        to_end: as above.
+        to_end: whether requests keep these bundles when they evict.
         tokens: tokens of a bundle: the largest block.
-        blocks: `[layers]` int64, blocks of a bundle in each layer.
-        bundle_blocks: `[stages]` blocks of a bundle in all layers of each stage.
+        blocks: `[tables]` int64, blocks of a bundle in each table.
+        bundle_blocks: `[stages]` blocks of a bundle in all tables of each stage.
         holders: which requests have which bundles.
     """
 
     def __init__(
         self,
         pool: BundlePool,
-        managers: Sequence[SingleTypeKVCacheManager],
+        layout: Layout,
         layer_blocks: LayerBlocks,
         hash_block_size: int,
-        has: npt.NDArray[np.bool_] | None = None,
-        suffix: bytes = b"",
-        *,
-        to_end: bool = False,
+        kind: PrefixKind,
     ) -> None:
-        self._pool, self._managers, self._suffix = pool, managers, suffix
-        self.to_end = to_end
+        self._pool, self._layout, self._managers = pool, layout, layout.managers
+        has, self._suffix, self.to_end = kind
         self.tokens = layer_blocks.largest
-        of_layers = self.tokens // layer_blocks.block_sizes
-        self.blocks = of_layers if has is None else np.where(has, of_layers, 0)
+        of_tables = self.tokens // layer_blocks.block_sizes
+        self.blocks = of_tables if has is None else np.where(has, of_tables, 0)
         self.bundle_blocks = layer_blocks.stages.sums(self.blocks)
         counts = tuple(self.bundle_blocks.tolist())
         assert has is not None or pool.bundle_counts in ((), counts), "several page sizes"
         self._counts = counts if pool.bundle_counts else ()
-        self._lanes = len(of_layers) // len(managers)
-        self._entries = [
-            _entries(blocks, chosen)
-            for blocks, chosen in zip(
-                of_layers.reshape(len(managers), -1).tolist(),
-                (self.blocks > 0).reshape(len(managers), -1).tolist(),
-                strict=True,
-            )
-        ]
+        self._entries = layout.bundle_entries(of_tables, self.blocks > 0)
         assert self.tokens % hash_block_size == 0, (self.tokens, hash_block_size)
         self._hashes_per_bundle = self.tokens // hash_block_size
         self.holders = SharedBlockIndex()
@@ -142,7 +129,7 @@ class PrefixCache:
         return bundles
 
     def blocks_of(self, hashes: Sequence[BlockHash]) -> list[tuple[KVCacheBlock, ...]]:
-        """Return the blocks of the bundles of these hashes, `[layers][bundles]`."""
+        """Return the blocks of the bundles of these hashes, `[tables][bundles]`."""
         of_bundles = (self._pool.bundles[block_hash].blocks for block_hash in hashes)
         return list(zip(*of_bundles, strict=True))
 
@@ -162,18 +149,16 @@ class PrefixCache:
         Args:
             first: number of the first of these bundles.
             hashes: the hashes of the bundles from `first` on.
-            skip: `[layers]` tokens that the eviction skips.
-            copies: blocks that hold what stood from `skip` on, layer by layer; there may be more.
+            skip: `[tables]` tokens that the eviction skips.
+            copies: blocks that hold what stood from `skip` on, table by table; there may be more.
                 Unused ones go back to the pool.
 
         Returns:
-            `[layers]` blocks of the heads, which are no longer the request's.
+            `[tables]` blocks of the heads, which are no longer the request's.
         """
         heads: list[int] = (skip // self.tokens).tolist()
         end = first + len(hashes)
-        lanes = self._lanes
-        tables = [manager.req_to_blocks[request_id] for manager in self._managers]
-        columns = [table[lane::lanes] for table in tables for lane in range(lanes)]
+        columns = self._layout.tables(request_id)
         starts = np.cumsum([0, *(end - head for head in heads)]).tolist()
         unused = list(copies[starts[-1] :])
         for index in range(end - 1, first - 1, -1):
@@ -183,11 +168,8 @@ class PrefixCache:
             ]
             if not self._pool.add_idle(hashes[index - first], blocks):
                 unused += blocks
-        for layer, head in enumerate(heads):
-            number, lane = divmod(layer, lanes)
-            null = [self._managers[number].block_pool.null_block] * max(head - first, 0)
-            entries = slice(first * lanes + lane, max(head, first) * lanes, lanes)
-            tables[number][entries] = null
+        for table, head in enumerate(heads):
+            self._layout.clear(request_id, table, first, head)
         self._pool.free_blocks(unused)
         return np.maximum(np.array(heads, np.int64) - first, 0)
 
@@ -229,19 +211,3 @@ class PrefixCache:
         if not self._suffix:
             return hashes
         return [BlockHash(block_hash + self._suffix) for block_hash in hashes]
-
-
-def _entries(blocks: Sequence[int], chosen: Sequence[bool]) -> tuple[list[int], int]:
-    """Return which entries of a layer's table are a bundle's, lane by lane, and how many it spans.
-
-    Args:
-        blocks: of each lane at the bundle's positions; all the same. chosen: of each lane.
-    """
-    lanes = len(blocks)
-    found = [
-        block * lanes + lane
-        for lane, is_chosen in enumerate(chosen)
-        if is_chosen
-        for block in range(blocks[lane])
-    ]
-    return found, blocks[0] * lanes

@@ -25,7 +25,7 @@ class RequestPlans:
 
     def add(self, request_id: str, terms: RequestTerms) -> None:
         """Begin a request's record; its plan says what it keeps once its prompt is processed."""
-        plan, num_layers = terms.plan, self._counters.num_layers
+        plan, num_layers = terms.plan, self._counters.num_tables
         assert plan is None or plan.num_layers == num_layers, (plan, num_layers)
         self.records[request_id] = SchedulerRequest.at_start(terms)
 

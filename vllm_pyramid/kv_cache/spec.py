@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Self
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_pyramid.compat.cache_specs import register_stock_specs
 from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
-from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.served_settings import ServedSettings
 
@@ -30,16 +29,17 @@ class LayerKVCacheSpec(FullAttentionSpec):
         layer_idx: from the bottom, among the layers that evict. num_layers: that evict.
         model_layer: the model's own number of it.
         stages: layers that evict in each pipeline stage; empty: there is one stage.
-        lanes: KV heads with a block table of their own (`HeadKVCacheSpec`); 1: all share one.
-        whole: which of these never evict; empty: any may.
     """
 
     layer_idx: int
     num_layers: int
     model_layer: int
     stages: tuple[int, ...] = ()
-    lanes: int = 1
-    whole: tuple[bool, ...] = ()
+
+    @property
+    def tables_per_layer(self) -> int:
+        """Block tables in vLLM's one of this layer: what `kv_cache/layout.py` calls tables."""
+        return 1
 
     @property
     def full_block_size(self) -> int:
@@ -65,16 +65,17 @@ class LayerKVCacheSpec(FullAttentionSpec):
         """
         settings = ServedSettings.of(vllm_config)
         if not self.stages and (settings is None or settings.policy.inner_policy is None):
-            return self.lanes * super().max_memory_usage_bytes(vllm_config)
+            return self.tables_per_layer * super().max_memory_usage_bytes(vllm_config)
         assert settings is not None, "stages are of an engine with a policy"
-        longest, lanes = vllm_config.model_config.max_model_len, self.num_layers * self.lanes
+        longest, per_layer = vllm_config.model_config.max_model_len, self.tables_per_layer
         stages = PipelineLayout.of(self)
         blocks = peak_blocks_up_to(
-            settings.policy, longest, lanes, self.full_block_size, stages.sizes
+            *(settings.policy, longest, self.num_layers * per_layer),
+            *(self.full_block_size, stages.sizes),
         )
-        if stages.of_layer(self.layer_idx * self.lanes) != int(stages.sums(blocks).argmax()):
+        if stages.of_table(self.layer_idx * per_layer) != int(stages.sums(blocks).argmax()):
             return 0
-        of_layer = blocks.reshape(-1, self.lanes)[self.layer_idx]
+        of_layer = blocks.reshape(-1, per_layer)[self.layer_idx]
         return int(of_layer.sum()) * self.page_size_bytes
 
     @classmethod
@@ -116,57 +117,20 @@ class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
         return self.block_size // 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadKVCacheSpec(LayerKVCacheSpec):
-    """A layer each of whose G KV heads has a block table of its own, all in the table of its group.
-
-        tokens                    0 .. G N - 1            G N .. 2 G N - 1
-        entries of the table      head 0 .. head G - 1    head 0 .. head G - 1
-
-    Head g of position p stands in entry `(p // block_size) * G + g`. A block has the bytes of one
-    of all heads, and G times its tokens, of one head. `lanes` is G.
-    """
-
-    @classmethod
-    def of(cls, spec: LayerKVCacheSpec, heads: Heads | None = None) -> Self:
-        """Return the spec of the same layer with a table for each KV head.
-
-        Args:
-            heads: the policy's, which says which of them never evict.
-        """
-        values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
-        lanes = spec.num_kv_heads
-        own: dict[str, Any] = {
-            "block_size": lanes * spec.block_size,
-            "num_kv_heads": 1,
-            "lanes": lanes,
-        }
-        if heads is not None:
-            whole = heads.keeps_everything(spec.num_layers * lanes)
-            own["whole"] = tuple(whole.reshape(-1, lanes)[spec.layer_idx].tolist())
-        made = cls(**values | own)
-        assert made.page_size_bytes == spec.page_size_bytes, (made, spec)
-        return made
-
-    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        """Return the entries of a request's table, those of all heads."""
-        return self.lanes * super().max_num_blocks_per_req(vllm_config, max_len)
-
-
-def register_spec() -> None:
-    """Make the specs known in this process. Idempotent.
+def register_spec(*specs: type[LayerKVCacheSpec]) -> None:
+    """Make specs of layers known in this process. Idempotent.
 
     vLLM registers its own specs only if the registry is still empty, so they go first. Called when
     this module is imported: a worker imports it to make specs, the engine core by unpickling them.
     """
     register_stock_specs()
-    for spec in (LayerKVCacheSpec, KeyOnlyKVCacheSpec, HeadKVCacheSpec):
+    for spec in specs:
         KVCacheSpecRegistry.register(
             spec, manager_class=LayerKVCacheManager, uniform_type_base_spec=LayerKVCacheSpec
         )
 
 
-register_spec()
+register_spec(LayerKVCacheSpec, KeyOnlyKVCacheSpec)
 
 
 @dataclass(frozen=True)
@@ -209,7 +173,7 @@ class HostSlots:
         return cls(num_bytes // of_slot, page * len(specs), page)
 
 
-def layout_of(config: KVCacheConfig) -> PipelineLayout:
-    """Return which evicting layers each pipeline stage has."""
+def stages_of(config: KVCacheConfig) -> PipelineLayout:
+    """Return which tables of evicting layers each pipeline stage has."""
     specs = (group.kv_cache_spec for group in config.kv_cache_groups)
     return PipelineLayout.of(next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)))

@@ -35,7 +35,7 @@ class RetentionPlan:
         every: tokens between two evictions after the prompt's end; 0 if there are none.
         later: returns the point after the prompt's end at which that number of tokens is computed.
         pieces: how the prompt is thinned between layers; empty for prompts that are not.
-        whole: `[num_layers]` bool, the lanes from which no prompt evicts; None: there are none.
+        whole: `[num_layers]` bool, the tables from which no prompt evicts; None: there are none.
     """
 
     points: tuple[EvictionPoint, ...]
@@ -170,7 +170,7 @@ class RetentionPlan:
 
         Evicting moves survivors to `skip` and beyond, so slots before the smallest skip of the
         first eviction hold what prefill wrote there until their blocks are given back. Slots of
-        lanes that are whole always do.
+        tables that are whole always do.
         """
         if not self.evicts:
             return None

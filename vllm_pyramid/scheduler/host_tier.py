@@ -101,7 +101,7 @@ def add_host_tier(
     layer_blocks, specs = coordinator.layer_blocks, coordinator.layer_specs
     slots = HostSlots.of(num_bytes, specs, settings.policy.attend.summary_rows)
     files = files_of(config, settings, specs, slots)
-    cache = HostCache(slots.count, layer_blocks.num_layers, files)
+    cache = HostCache(slots.count, layer_blocks.num_tables, files)
     coordinator.block_pool.tier = cache
     ranks = config.parallel_config.tensor_parallel_size
     logger.info(
@@ -115,4 +115,4 @@ def add_host_tier(
         slots.num_bytes / 2**20,
         " and rank" if ranks > 1 else "",
     )
-    return [HostTier(cache, slots.num_bytes // layer_blocks.num_layers * ranks)]
+    return [HostTier(cache, slots.num_bytes // layer_blocks.num_tables * ranks)]

@@ -10,7 +10,6 @@ import numpy as np
 from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.counters import means_of_layers, sums_of_layers
 
 # Of running requests; a page with more cannot be read, and the answer would grow.
 MOST_REQUESTS = 256
@@ -62,7 +61,7 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
             it reads all.
     """
     record = coordinator.plans.records.get(request.request_id)
-    num_layers = coordinator.layer_blocks.num_layers
+    num_layers = coordinator.layer_blocks.num_tables
     freed = np.zeros(num_layers, np.int64)
     blocks, shared, policy, budget = np.zeros(num_layers, np.int64), 0, "", None
     host, read = (0, 0), None
@@ -90,8 +89,8 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
         "generated": request.num_output_tokens,
-        "freed": means_of_layers(freed, coordinator.lanes),
-        "blocks": sums_of_layers(blocks, coordinator.lanes),
+        "freed": coordinator.layout.means(freed),
+        "blocks": coordinator.layout.sums(blocks),
         "shared": shared,
         "host": list(host),
         "read": read,

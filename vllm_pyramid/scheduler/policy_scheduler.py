@@ -67,11 +67,11 @@ class PolicyScheduler:
         self.policy = settings.policy
         self.failed = FailedRequests()
         self.hooks = [
-            *self.policy.scheduler_hooks(layer_blocks.num_layers),
+            *self.policy.scheduler_hooks(layer_blocks.num_tables),
             *add_host_tier(coordinator, config, settings, finds_prefixes=finds_prefixes),
         ]
         pool = Pool(
-            layer_blocks.num_layers,
+            layer_blocks.num_tables,
             layer_blocks.full_block_size,
             engine.kv_cache_config.num_blocks - 1,
             engine.max_model_len,

@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.counters import means_of_layers, sums_of_layers
 from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request_keys import EXACT, RESUME
@@ -80,7 +79,7 @@ class Reports:
         """Log how many prompts of the model's length the pool holds."""
         length = self._engine.max_model_len
         coordinator, layer_blocks = self._coordinator, self._coordinator.layer_blocks
-        num_layers, stages = layer_blocks.num_layers, layer_blocks.stages
+        num_layers, stages = layer_blocks.num_tables, layer_blocks.stages
         stock_blocks = 0
         if coordinator.stock_groups:
             stock_blocks = int(coordinator.stock_groups.blocks_of(length, 1))
@@ -116,7 +115,7 @@ class Reports:
             kept.sum(),
             full,
             num_layers,
-            "layers" if coordinator.lanes == 1 else "KV heads of all layers",
+            coordinator.layout.owners,
             total,
             f" of each of {len(stages)} pipeline stages" if len(stages) > 1 else "",
             total / (stages.sums(whole).max() + stock_blocks),
@@ -170,8 +169,8 @@ class Reports:
             "kv_budget": plan.budget_tokens,
             "prompt_tokens": plan.prompt_len,
             **self._layers,
-            **({"kv_heads": self._coordinator.lanes} if self._coordinator.lanes > 1 else {}),
-            "kept_tokens": [plan.prompt_len] * layer_blocks.num_layers,
+            **self._coordinator.layout.report(),
+            "kept_tokens": [plan.prompt_len] * layer_blocks.num_tables,
             "evicted_tokens": 0,
             "blocks_before": layer_blocks.full(plan.prompt_len),
             "blocks_after": int(whole.sum()),
@@ -235,14 +234,13 @@ class Reports:
     def policy_stats(self) -> dict[str, Any]:
         """Return counters since the start and what is held now, per layer.
 
-        Where KV heads have tables of their own, blocks are summed over a layer's heads, and tokens
-        are their mean.
+        Blocks are summed over a layer's tables, and tokens are their mean.
 
         `frontend/metrics.py` has their names.
         """
         computed = sum(request.num_computed_tokens for request in self._engine.running)
         counters, stock_groups = self._coordinator.counters, self._coordinator.stock_groups
-        lanes = self._coordinator.lanes
+        layout = self._coordinator.layout
         totals: dict[str, Any] = {}
         for hooks in self._hooks:
             with self._failed.dropping(f"the counters of {hooks.name!r}"):
@@ -252,9 +250,9 @@ class Reports:
             **self._failed.totals(),
             **self._constants,
             "evictions": counters.num_evictions,
-            "tokens_evicted": means_of_layers(counters.tokens_evicted, lanes),
-            "blocks_freed": sums_of_layers(counters.blocks_freed, lanes),
-            "blocks_held": sums_of_layers(counters.held_blocks, lanes),
-            "tokens_held": means_of_layers(computed - counters.skipped_tokens, lanes),
+            "tokens_evicted": layout.means(counters.tokens_evicted),
+            "blocks_freed": layout.sums(counters.blocks_freed),
+            "blocks_held": layout.sums(counters.held_blocks),
+            "tokens_held": layout.means(computed - counters.skipped_tokens),
             **({"companion_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
         }

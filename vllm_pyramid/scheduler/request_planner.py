@@ -86,7 +86,7 @@ class RequestPlanner:
 
     def _terms(self, request: Request, served: ServedRequest, *, asks_hooks: bool) -> RequestTerms:
         layer_blocks, shares = self._layer_blocks, self._shares_prefixes
-        plan = served.plan(request.num_prompt_tokens, layer_blocks.num_layers, layer_blocks.largest)
+        plan = served.plan(request.num_prompt_tokens, layer_blocks.num_tables, layer_blocks.largest)
         for hooks in self._hooks if asks_hooks else ():
             if fields := hooks.on_request_added(
                 request.request_id, request.cache_salt or "", served.application, plan
@@ -120,7 +120,7 @@ class RequestPlanner:
             served = check_request(policy, params, settings.why_no_turns, settings.turn_mode)
             served.check_turns(request.num_prompt_tokens)
             length = request.num_prompt_tokens
-            layers = Layers(self._layer_blocks.num_layers, self._layer_blocks.largest)
+            layers = Layers(self._layer_blocks.num_tables, self._layer_blocks.largest)
             overrides.check_kept(served, policy, length, request.max_tokens, layers)
             check_spans_fit(served, length, *layers)
             if policy.inner_policy is not None:

@@ -94,7 +94,7 @@ class EvictionMemory:
     Attributes:
         policy: the engine's, or the one that it has for evictions inside prompts.
         specs: of the layers that evict. num_heads: H, of a layer.
-        lanes: KV heads with block tables of their own; a spec is of one of them.
+        tables_per_layer: block tables of a layer; a spec is of one of them.
         longest: tokens of the longest request. requests: most of them in a step.
         threads: that run kernels on the CPU; 0 elsewhere.
         traces: whether kept positions are traced. gathers: whether pools follow the tokens.
@@ -108,7 +108,7 @@ class EvictionMemory:
     threads: int = 0
     traces: bool = False
     gathers: bool = False
-    lanes: int = 1
+    tables_per_layer: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -179,4 +179,4 @@ class EvictionMemory:
         return max(map(self._group_of, self.specs))
 
     def _group_of(self, spec: LayerSpec) -> int:
-        return self.num_heads // (spec.num_kv_heads * self.lanes)
+        return self.num_heads // (spec.num_kv_heads * self.tables_per_layer)

@@ -64,7 +64,8 @@ class TraceWriter:
         rank: this worker's rank. world_size: ranks that share the KV heads. layers: see above.
         first_layer: number of this worker's first layer.
         stage: this worker's pipeline stage; None where there is one.
-        lanes: KV heads of a layer that have lengths of their own and are layers here, or 1.
+        tables_per_layer: KV heads of a layer that have lengths of their own and are layers here,
+            or 1.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class TraceWriter:
         layers: Sequence[int] | None = None,
         first_layer: int = 0,
         stage: int | None = None,
-        lanes: int = 1,
+        tables_per_layer: int = 1,
     ) -> None:
-        self._lanes = lanes
+        self._tables_per_layer = tables_per_layer
         self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.num_kv_heads = dict(enumerate(num_kv_heads, first_layer))
@@ -237,8 +238,8 @@ class TraceWriter:
                 self._holds[request_id] = end, {layer: kept for layer, (kept, _) in layers.items()}
             arrays |= {"request_id": request_id, "budget": int(evictions.budgets[index])}
             arrays |= {"layers": self.layers, "held": evictions.kept_lens[:, index]}
-            if self._lanes > 1:
-                arrays["kv_heads"] = self._lanes
+            if self._tables_per_layer > 1:
+                arrays["kv_heads"] = self._tables_per_layer
             name = file_name(request_id) + ("" if at_prompt_end else f"@{end}") + self.suffix
             dropped += not self._write(name, arrays)
         return dropped

@@ -83,7 +83,7 @@ def read_kept(folder: Path) -> list[Kept]:
     return [kept for kept in found if kept is not None]
 
 
-def lanes_of(trace: Mapping[str, Any]) -> int:
+def rows_per_layer(trace: Mapping[str, Any]) -> int:
     """Return how many rows of a file's arrays belong to one layer: its KV heads with lengths."""
     return int(trace["kv_heads"]) if "kv_heads" in trace else 1
 
@@ -91,12 +91,12 @@ def lanes_of(trace: Mapping[str, Any]) -> int:
 def _read(paths: list[Path]) -> Kept | None:
     counts: dict[int, Counts] = {}
     heads: dict[int, int] = {}
-    name, layers, held, lanes = "", [], np.zeros(0, np.int64), 1
+    name, layers, held, per_layer = "", [], np.zeros(0, np.int64), 1
     for path in paths:
         with np.load(path) as trace:
             if "prompt_len" not in trace:
                 return None
-            tokens, lanes = int(trace["prompt_len"]), lanes_of(trace)
+            tokens, per_layer = int(trace["prompt_len"]), rows_per_layer(trace)
             name, layers, held = str(trace["request_id"]), trace["layers"].tolist(), trace["held"]
             for key in trace.files:
                 if not key.startswith("kept_"):
@@ -112,6 +112,6 @@ def _read(paths: list[Path]) -> Kept | None:
     sums, wanted = stacked.sum(axis=1), held * np.array([heads[layer] for layer in order])
     if not np.array_equal(sums, wanted):
         raise ValueError(f"the trace of {name} holds {sums.tolist()} tokens, not {wanted.tolist()}")
-    of_layers = stacked.reshape(-1, lanes, stacked.shape[1]).sum(axis=1, dtype=np.uint16)
-    found = np.array([heads[layer] for layer in order]).reshape(-1, lanes).sum(axis=1)
-    return Kept(name, layers[::lanes], found.tolist(), of_layers)
+    of_layers = stacked.reshape(-1, per_layer, stacked.shape[1]).sum(axis=1, dtype=np.uint16)
+    found = np.array([heads[layer] for layer in order]).reshape(-1, per_layer).sum(axis=1)
+    return Kept(name, layers[::per_layer], found.tolist(), of_layers)

@@ -10,7 +10,6 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_pyramid.attention.deferred import DeferredEviction
-from vllm_pyramid.attention.head_lanes import HeadLanes
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
 from vllm_pyramid.compat.runner import attention_layer, rotary_of_layer
 from vllm_pyramid.policy.policy import Policy
@@ -56,12 +55,10 @@ class LayerBinding:
             ValueError: an evicted cache would falsify the attention of a layer.
         """
         tracker = self._tracker
-        deferred = DeferredEviction.of(tracker.policy, tracker.hooks, self._layers.num_lanes)
-        lanes = None
-        if tracker.policy.heads.splits:
-            lanes = HeadLanes(self._layers.lanes, self._layers.block_size)
+        deferred = DeferredEviction.of(tracker.policy, tracker.hooks, self._layers.num_tables)
+        make = self._layers.layout.context_factory()
         self.contexts = {
-            name: LayerContext(
+            name: make(
                 tracker,
                 spec.layer_idx,
                 tracker.hooks,
@@ -69,7 +66,6 @@ class LayerBinding:
                 rotary_for_scorers(tracker.policy, self._get_model(), name),
                 trace,
                 deferred=deferred,
-                lanes=lanes,
             )
             for name, spec in self._layers.evicting.items()
         }
@@ -93,15 +89,14 @@ class LayerBinding:
             raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
         if reads_shifted_tables:
             max_tokens = self._config.scheduler_config.max_num_batched_tokens
-            shifted = self._tables.shift_in_place_of(
-                layer_of_group, max_tokens if lanes is not None else None
-            )
+            shifted = self._tables.shift_in_place_of(layer_of_group, max_tokens)
             for context in self.contexts.values():
                 context.shifted = shifted
 
     def _bind_layer(self, name: str, context: LayerContext, group: Any) -> None:
         impl = attention_layer(self._config, name).impl
         check_attention(name, group, impl, self._tracker)
+        self._layers.layout.check(name, impl)
         impl.context = context
         context.values = self._values_elsewhere(name, context.layer)
         readers = self._layers.readers.get(name, [])
@@ -163,30 +158,10 @@ def check_attention(name: str, group: Any, impl: Any, tracker: EvictionTracker) 
             "which tables of a KV policy do not follow: set --block-size "
             f"{group.kernel_block_size}"
         )
-    if tracker.policy.heads.splits:
-        check_lanes(name, impl)
     if tracker.policy.evicts and getattr(impl, "alibi_slopes", None) is not None:
         raise ValueError(
             f"layer {name} weights keys by their distance (ALiBi), and an evicted cache loses "
             "the distances: serve this model with --kv-policy none or full"
-        )
-
-
-def check_lanes(name: str, impl: Any) -> None:
-    """Raise unless the attention of a layer serves block tables of single KV heads.
-
-    Raises:
-        ValueError: it does not, or has learned sinks, which all heads of a layer share.
-    """
-    if not getattr(impl, "serves_lanes", False):
-        raise ValueError(
-            f"layer {name} has the attention {type(impl).__qualname__}, which has no block tables "
-            "of single KV heads: choose a policy without `heads`"
-        )
-    if impl.sinks is not None:
-        raise ValueError(
-            f"layer {name} has learned sinks, with which lengths of single KV heads (heads) do not "
-            "work yet: choose a policy without `heads`"
         )
 
 

@@ -55,17 +55,17 @@ class WorkerMemory:
         longest, rows = self._config.model_config.max_model_len, scheduler.max_num_seqs
         specs = self._layers.specs
         entries = sum(
-            getattr(spec, "lanes", 1) * -(-longest // spec.block_size) for spec in specs.values()
+            getattr(spec, "tables_per_layer", 1) * -(-longest // spec.block_size)
+            for spec in specs.values()
         )
         tables = 4 * rows * self._tensors_per_group * entries
-        evicting, lanes = len(self._layers.evicting), self._layers.lanes
-        lengths_and_skips = 4 * rows * 2 * evicting * lanes
+        evicting, layout = len(self._layers.evicting), self._layers.layout
+        lengths_and_skips = 4 * rows * 2 * evicting * layout.tables_per_layer
         slots = 8 * len(specs) * scheduler.max_num_batched_tokens
         found = tables + lengths_and_skips + slots
-        if lanes > 1 and self._device.type != "cpu":
-            # `LaneTables`: a second table, slots of each head, and the order of the queries.
-            of_tokens = 8 * lanes * scheduler.max_num_batched_tokens
-            found += 4 * (rows * (entries + lanes) + 1) + of_tokens * (evicting + 1)
+        if self._device.type != "cpu":
+            most_tokens = scheduler.max_num_batched_tokens
+            found += layout.device_bytes(evicting, rows, most_tokens, entries)
         return found
 
     def buffer_bytes(self) -> int:
@@ -125,7 +125,7 @@ class WorkerMemory:
                 threads=threads,
                 traces=self._settings.trace is not None,
                 gathers=self._gathers,
-                lanes=self._layers.lanes,
+                tables_per_layer=self._layers.tables_per_layer,
             )
             for part in parts
         ]

@@ -92,7 +92,7 @@ class WorkerRuntime:
         self.layers = WorkerLayers.collect(config, get_model(), policy, stock_specs, pipeline)
         self.tracker = tracker = EvictionTracker(
             policy,
-            num_layers=self.layers.num_lanes,
+            num_layers=self.layers.num_tables,
             block_size=self.layers.block_size,
             max_num_reqs=config.scheduler_config.max_num_seqs + 1,
             turn_mode=settings.turn_mode,
@@ -111,7 +111,7 @@ class WorkerRuntime:
             host_memory=host_memory_of(device),
             copies=copies_of(device),
             table=self.tables.of_layer,
-            lanes=self.layers.lanes,
+            tables_per_layer=self.layers.tables_per_layer,
             whole_graphs=partial(captures_decode_steps, config),
         )
         hooks, self.late = policy.worker_hooks(context), None
@@ -177,16 +177,16 @@ class WorkerRuntime:
         folder = self._settings.trace
         if folder is None:
             return
-        lanes = self.layers.lanes
+        per_layer = self.layers.tables_per_layer
         self._trace = TraceWriter(
             folder,
-            [spec.num_kv_heads for spec in self.layers.evicting.values() for _ in range(lanes)],
+            [spec.num_kv_heads for spec in self.layers.evicting.values() for _ in range(per_layer)],
             self._ranks.rank,
             self._ranks.size,
-            [layer for layer in self.layers.model_layers for _ in range(lanes)],
-            first_layer=self.layers.stage.start * lanes,
+            [layer for layer in self.layers.model_layers for _ in range(per_layer)],
+            first_layer=self.layers.stage.start * per_layer,
             stage=self.pipeline.stage if self.pipeline.count > 1 else None,
-            lanes=lanes,
+            tables_per_layer=per_layer,
         )
         self.binding.set_trace(self._trace)
         for hooks in self.tracker.hooks:

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.attention.lane_tables import LaneTables
-from vllm_pyramid.attention.shifted_tables import ShiftedTables
+from vllm_pyramid.attention.shifted_tables import DeviceTables
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.worker_layers import WorkerLayers
 
@@ -43,18 +42,16 @@ class StepTables:
     """
 
     def __init__(self, runner: RunnerTables, layers: WorkerLayers, device: torch.device) -> None:
-        self.shifted: ShiftedTables | LaneTables | None = None
+        self.shifted: DeviceTables | None = None
         self._runner, self._layers, self._device = runner, layers, device
         self._groups: dict[int, int] = {}
 
-    def shift_in_place_of(
-        self, groups: Mapping[int, int], max_tokens_of_lanes: int | None = None
-    ) -> ShiftedTables | LaneTables:
-        """Replace the runner's tables by those of one `ShiftedTables`, or of one `LaneTables`.
+    def shift_in_place_of(self, groups: Mapping[int, int], max_num_tokens: int) -> DeviceTables:
+        """Replace the runner's tables by those of the layout.
 
         Args:
             groups: the number of the layer of each KV cache group that evicts.
-            max_tokens_of_lanes: of a step, where KV heads have block tables of their own.
+            max_num_tokens: of a step.
         """
         self._groups = dict(groups)
         shapes = {layer: self._runner.shape(group) for group, layer in groups.items()}
@@ -62,14 +59,9 @@ class StepTables:
         block_sizes = {spec.layer_idx: spec.block_size for spec in self._layers.evicting.values()}
         self._free_runner_tables()  # before tables of the same size are allocated
         of_layers = [(shapes[layer][1], block_sizes[layer]) for layer in sorted(shapes)]
-        if max_tokens_of_lanes is None:
-            self.shifted = ShiftedTables(self._layers.stage, rows, of_layers, self._device)
-        else:
-            ((width, block_size),) = set(of_layers)
-            self.shifted = LaneTables(
-                *(self._layers.stage, self._layers.lanes, rows, max_tokens_of_lanes),
-                *(width, block_size, self._device),
-            )
+        self.shifted = self._layers.layout.device_tables(
+            self._layers.stage, rows, max_num_tokens, of_layers, self._device
+        )
         self._runner.replace({group: self.of_layer(layer) for group, layer in groups.items()})
         return self.shifted
 
@@ -99,18 +91,10 @@ class StepTables:
     ) -> None:
         """Shift the tables that vLLM has just filled, where the attention kernels need it.
 
-        Args: as in `ShiftedTables.update` and `LaneTables.update`.
+        Args: as in `ShiftedTables.follow`.
         """
-        if self.shifted is None:
-            return
-        if isinstance(self.shifted, LaneTables):
-            assert step.layout is None, "all heads compute the same tokens"
-            num_tokens = None if host_lens is None else int(step.scheduled.sum())
-            self.shifted.update(seq_lens, query_starts, step.skips, host_lens, num_tokens)
-        elif (layout := step.layout) is None:
-            self.shifted.update(seq_lens, step.skips, host_lens)
-        else:
-            self.shifted.update(seq_lens, layout.skips, host_lens, layout.seq_lens)
+        if self.shifted is not None:
+            self.shifted.follow(seq_lens, query_starts, step, host_lens)
 
     def forget_step(self) -> None:
         """Forget the lengths of the last step, before graphs are captured without a step."""

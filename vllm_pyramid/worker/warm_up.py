@@ -104,12 +104,9 @@ def _made_up_inputs(
 ) -> AttentionInputs:
     """Return the attention of one request whose blocks are all block 0, in the layer's cache."""
     assert context.shifted is not None, "kernels are compiled where tables are shifted"
-    impl, shifted, lanes = layer.impl, context.shifted, 1
-    width = shifted.tables[shifted.place(context.layer)].shape[1]
-    if context.lanes is not None:  # a lane evicts as a layer of one head
-        lanes = context.lanes.count
-        width //= lanes
-    device, heads = shifted.lens.device, impl.num_heads // lanes
+    impl, shifted, tables = layer.impl, context.shifted, context.tables_per_layer
+    width = shifted.tables[shifted.place(context.layer)].shape[1] // tables
+    device, heads = shifted.lens.device, impl.num_heads // tables  # each table evicts by itself
     call: AttentionInputs = impl.call_of(
         layer,
         torch.zeros(queries, heads, impl.head_size, dtype=dtype, device=device),
@@ -122,7 +119,7 @@ def _made_up_inputs(
         max_query_len=queries,
         max_seq_len=1,
     )
-    return replace(call, layer=context.layer * lanes)
+    return replace(call, layer=context.layer * tables)
 
 
 def _evict(

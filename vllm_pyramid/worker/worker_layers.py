@@ -13,6 +13,8 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 
+from vllm_pyramid.attention.table_layout import TableLayout
+from vllm_pyramid.attention.table_layouts import layout_of
 from vllm_pyramid.compat.drafts import draft_layers
 from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
 from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
@@ -32,12 +34,14 @@ class WorkerLayers:
         stage: the numbers of this worker's layers that evict.
         model_layers: the model's own number of each layer that evicts, of all stages.
         block_size: tokens of the largest block; multiples of it end blocks in all layers.
+        layout: which block tables the layers read.
     """
 
     roles: LayerRoles
     stage: slice
     model_layers: list[int]
     block_size: int
+    layout: TableLayout
 
     @classmethod
     def collect(
@@ -69,7 +73,7 @@ class WorkerLayers:
         )
         if roles.stock_groups.keys() - drafts or roles.readers:
             refuse(policy, asked(Feature.OTHER_LAYERS))
-        policy.check_layers(sum(spec.lanes for spec in roles.evicting.values()))
+        policy.check_layers(sum(spec.tables_per_layer for spec in roles.evicting.values()))
         worker_roles = roles.of_stage(stock)
         layers = [spec.layer_idx for spec in worker_roles.evicting.values()]
         return cls(
@@ -77,6 +81,7 @@ class WorkerLayers:
             slice(layers[0], layers[-1] + 1),
             [spec.model_layer for spec in roles.evicting.values()],
             max(spec.block_size for spec in roles.evicting.values()),
+            layout_of(list(roles.evicting.values())),
         )
 
     @property
@@ -85,14 +90,14 @@ class WorkerLayers:
         return len(self.model_layers)
 
     @property
-    def lanes(self) -> int:
-        """The block tables of KV heads that each layer has; 1 where all heads have one."""
-        return next(iter(self.evicting.values())).lanes
+    def tables_per_layer(self) -> int:
+        """The block tables of each layer, as plans count them."""
+        return self.layout.tables_per_layer
 
     @property
-    def num_lanes(self) -> int:
-        """The numbers that a plan has: one for each layer that evicts, or for each KV head."""
-        return self.num_layers * self.lanes
+    def num_tables(self) -> int:
+        """The numbers that a plan has: one for each table of the layers that evict."""
+        return self.num_layers * self.tables_per_layer
 
     @property
     def evicting(self) -> dict[str, LayerKVCacheSpec]:

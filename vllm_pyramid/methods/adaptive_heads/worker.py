@@ -36,7 +36,8 @@ class HeadSolver(CacheHooks, EvictionHooks):
     name = "adaptive"
 
     def __init__(self, policy: Policy, heads: SolvedHeads, context: WorkerContext) -> None:
-        self.policy, self.heads, self.together = policy, heads, context.lanes
+        self.policy, self.heads = policy, heads
+        self.together = context.tables_per_layer
         self.allow_device_sync = context.allow_device_sync
         self._context = context
 

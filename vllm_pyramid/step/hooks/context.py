@@ -101,7 +101,7 @@ class WorkerContext:
         table: returns the current step's block table of a layer as its attention reads it,
             `[>= R, M]` int32; None where attention reads vLLM's own tables.
         inside: the part works for evictions inside the prompt alone (`chunk`).
-        lanes: KV heads of a layer that have block tables of their own; 1: all share one.
+        tables_per_layer: block tables of a layer; its KV heads if each has one.
         whole_graphs: returns whether vLLM captures graphs of whole decode steps, which it decides
             before it allocates a cache.
     """
@@ -119,7 +119,7 @@ class WorkerContext:
     copies: CopyStream | None = None
     table: Callable[[int], torch.Tensor] | None = None
     inside: bool = False
-    lanes: int = 1
+    tables_per_layer: int = 1
     whole_graphs: Callable[[], bool] = lambda: False
 
     @property

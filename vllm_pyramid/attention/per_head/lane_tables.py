@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
 
@@ -85,6 +86,18 @@ class LaneTables:
     def place(self, layer: int) -> int:
         """Return the place of a layer that evicts in these tensors."""
         return layer - int(self.layers.start)
+
+    def follow(
+        self,
+        seq_lens: torch.Tensor,
+        query_starts: torch.Tensor,
+        step: Step,
+        host_lens: npt.NDArray[np.int32] | None,
+    ) -> None:
+        """Write a step's lanes; arguments as of `update`."""
+        assert step.layout is None, "all heads compute the same tokens"
+        num_tokens = None if host_lens is None else int(step.scheduled.sum())
+        self.update(seq_lens, query_starts, step.skips, host_lens, num_tokens)
 
     def update(
         self,
@@ -174,6 +187,12 @@ class LaneTables:
         common.slot_mapping = self.slots_of(layer, len(common.slot_mapping))
         if self.max_lens is not None:
             common.max_seq_len = int(self.max_lens[place])
+
+    def complete(self, metadata: Any, common: Any, layer: int) -> None:
+        """Add to stock metadata what ours has more; `common` is as `describe` has made it."""
+        metadata.kv_no_skips = self.no_skips[: common.num_reqs]
+        metadata.kv_offsets = self.skips[self.place(layer), : common.num_reqs]
+        metadata.kv_order = self.order_of(common)
 
     def order_of(self, common: Any) -> torch.Tensor | None:
         """Return the queries in the order of the lanes; None: they are in that order.

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker asks about tables of single KV heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_pyramid.attention.layer_context import LayerContext
+from vllm_pyramid.attention.per_head.context import HeadContext
+from vllm_pyramid.attention.per_head.lane_tables import LaneTables
+from vllm_pyramid.attention.per_head.lanes import HeadLanes
+from vllm_pyramid.attention.shifted_tables import DeviceTables
+from vllm_pyramid.attention.table_layout import TableLayout
+
+
+class HeadTableLayout(TableLayout):
+    """A block table for each KV head of each layer.
+
+    Args:
+        count: KV heads of a layer. block_size: tokens of a lane's block.
+    """
+
+    def __init__(self, count: int, block_size: int) -> None:
+        super().__init__(count)
+        self._block_size = block_size
+
+    def context_factory(self) -> Callable[..., LayerContext]:
+        lanes = HeadLanes(self.tables_per_layer, self._block_size)
+        return partial(HeadContext, tables_per_layer=lanes.count, lanes=lanes)
+
+    def device_tables(
+        self,
+        layers: slice,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        shapes: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> DeviceTables:
+        ((width, block_size),) = set(shapes)
+        return LaneTables(
+            *(layers, self.tables_per_layer, max_num_reqs, max_num_tokens),
+            *(width, block_size, device),
+        )
+
+    def device_bytes(
+        self, num_layers: int, max_num_reqs: int, max_num_tokens: int, entries: int
+    ) -> int:
+        """Return the bytes of `LaneTables` beside the tables that vLLM fills."""
+        lanes = self.tables_per_layer
+        if lanes == 1:
+            return 0
+        of_tokens = 8 * lanes * max_num_tokens
+        return 4 * (max_num_reqs * (entries + lanes) + 1) + of_tokens * (num_layers + 1)
+
+    def check(self, name: str, impl: Any) -> None:
+        """Raise unless the attention of a layer serves block tables of single KV heads.
+
+        Raises:
+            ValueError: it does not, or has learned sinks, which all heads of a layer share.
+        """
+        if not getattr(impl, "serves_single_heads", False):
+            raise ValueError(
+                f"layer {name} has the attention {type(impl).__qualname__}, which has no block "
+                "tables of single KV heads: choose a policy without `heads`"
+            )
+        if impl.sinks is not None:
+            raise ValueError(
+                f"layer {name} has learned sinks, with which lengths of single KV heads (heads) do "
+                "not work yet: choose a policy without `heads`"
+            )
