@@ -22,8 +22,8 @@ from gates_tiles import TILE, chosen_tiles, density_of
 from model import Model, sliding
 from own_tasks import load_task
 
+from lab.eval.task import GeneratedTask
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.task import GeneratedTask
 from vllm_pyramid.tools.models import model_folder
 
 DENSE_LAYERS, LAST = 2, 64

@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 from own_tasks import load_task
 
+from lab.eval.task import GeneratedTask
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.task import GeneratedTask
 from vllm_pyramid.tools.models import model_folder
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)

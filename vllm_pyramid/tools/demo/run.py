@@ -31,9 +31,8 @@ from vllm_pyramid.tools.eval.engine import (
     orderly_termination,
 )
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.phrases import CODE, make_name, make_number
+from vllm_pyramid.tools.eval.phrases import CODE, begins_with, make_name, make_number
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.task import begins_with
 
 FULL = "full"  # evicts nothing
 # The policies of each engine's requests. An engine runs the last one, its requests one at a time.

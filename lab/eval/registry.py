@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import difflib
 
-from vllm_pyramid.tools.eval import chat_tasks, text_tasks
-from vllm_pyramid.tools.eval.task import Task
+from lab.eval import chat_tasks, text_tasks
+from lab.eval.task import Task
 
 __all__ = ["GENERATED", "load_task"]
 

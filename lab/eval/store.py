@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results in a file of JSON lines, each under a key, written as they come.
 
-An interrupted `vllm-pyramid eval` continues with them.
+An interrupted `python -m lab.eval` continues with them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.version import __version__
+import vllm_pyramid
 
 
 class Store:
@@ -67,14 +67,14 @@ def identity_of_model(model: str) -> list[Any]:
             for path in sorted(folder.iterdir())
             if path.is_file()
         }
-    return [__version__, hash_of_package(), model, files]
+    return [vllm_pyramid.__version__, hash_of_package(), model, files]
 
 
 def hash_of_package() -> str:
-    """Return a hash of every source file and compiled kernel of this package."""
-    package = Path(__file__).parents[1]
+    """Return a hash of every source file and compiled kernel of the package and of this folder."""
+    folders = (Path(vllm_pyramid.__file__).parent, Path(__file__).parent)
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
+    for path in sorted(path for folder in folders for path in folder.rglob("*")):
         if path.suffix in (".py", ".so", ".yaml"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.eval.variants import Variant, budgets_of, parse_variants
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.tools.eval.variants import Variant, budgets_of, parse_variants
 
 pytestmark = pytest.mark.cpu
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from statistics import fmean
 
+from lab.eval.task import AgreementTask, GeneratedTask, NumberTask, Sample
+from lab.eval.text_tasks import NUMBER_TOKENS
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import CODE, held_out_facts
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.task import AgreementTask, GeneratedTask, NumberTask, Sample
-from vllm_pyramid.tools.eval.text_tasks import NUMBER_TOKENS
 
 __all__ = ["TASKS"]
 

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from vllm_pyramid.tools.eval import phrases
+from lab.eval.recall import Measured
+from lab.eval.task import Figure, GeneratedTask, NumberTask, Sample
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.phrases import CODE, DIGITS, held_out_facts, make_names
+from vllm_pyramid.tools.eval.phrases import CODE, DIGITS, Question, held_out_facts, make_names
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.task import Figure, GeneratedTask, NumberTask, Sample
 
 __all__ = ["NUMBER_TOKENS", "TASKS"]
 
@@ -27,6 +27,22 @@ _NAME_TOKENS = 12  # a made-up name can take a token for every one or two letter
 # In ninths of the text; in this order, so that few samples too are spread over it.
 _DEPTHS = (0, 9, 4, 7, 2, 5, 1, 8, 3, 6)
 _KEYS = 8  # names with a fact each
+
+
+def _both(first: str, second: str) -> Question:
+    """Return two questions, of which the prompt begins to answer only the first."""
+    asked, then = CODE.question(first), CODE.question(second)
+    return Question(f"{asked.ask} {then.ask}", asked.begin)
+
+
+def _example(subject: str, words: str, label: str) -> str:
+    """Return an example of a classification: the subject decides the label, the words do not."""
+    return f"Text: {words}\nLabel of {subject}: {label}\n"
+
+
+def _classify(subject: str, words: str) -> str:
+    """Return the prompt's last, unlabelled example."""
+    return f"Text: {words}\nLabel of {subject}:"
 
 
 class Needle(NumberTask):
@@ -69,7 +85,7 @@ class TwoQuestions(NumberTask):
     def sample(self, tokens: Tokens, length: int, index: int, rng: random.Random) -> Sample:
         keys, values, facts = held_out_facts(rng, _KEYS)
         first, second = rng.sample(range(_KEYS), 2)
-        questions = phrases.both(keys[first], keys[second]).prompt
+        questions = _both(keys[first], keys[second]).prompt
         prompt = tokens.hide(rng, facts, questions, length)
         return Sample(prompt, (values[second],), 2 * NUMBER_TOKENS + 4 * len(facts[second]) // 10)
 
@@ -96,9 +112,9 @@ class FewShot(GeneratedTask):
 
         words = _fragments(tokens, rng, length)
         wanted = subjects[index % _KEYS]
-        ending = phrases.classify(wanted, next(words))
+        ending = _classify(wanted, next(words))
         # Every subject comes once first, so that the wanted one has been seen.
-        first = [phrases.example(name, next(words), label_of[name]) for name in subjects]
+        first = [_example(name, next(words), label_of[name]) for name in subjects]
         rng.shuffle(first)
         text = "".join(first)
         if (least := tokens.count(text + ending)) > length:
@@ -109,7 +125,7 @@ class FewShot(GeneratedTask):
         most = least  # tokens of `text + ending` at most: counted anew where they might be too many
         while True:
             subject = rng.choice(subjects)
-            more = phrases.example(subject, next(words), label_of[subject])
+            more = _example(subject, next(words), label_of[subject])
             most += tokens.count(more) + _SEAM
             if most > length and (most := tokens.count(more + text + ending)) > length:
                 return Sample(text + ending, (label_of[wanted],), _NAME_TOKENS)
@@ -171,7 +187,7 @@ class AttentionRecall(GeneratedTask):
         return MultiKey().sample(tokens, length, index, rng)
 
     def score(self, sample: Sample, result: Result) -> float:
-        assert result.recall is not None
+        assert isinstance(result, Measured) and result.recall is not None
         return fmean(fmean(heads) for heads in result.recall)
 
 

@@ -8,18 +8,21 @@ how an interrupted run continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from lab.eval.recall import Measured, Recalls
+from lab.eval.store import Store, identity_of_model, key_of
+from lab.eval.task import Sample, Task
+from lab.eval.variants import Variant, budgets_of
 from vllm_pyramid.frontend.model_shape import longest_of_model
 from vllm_pyramid.tools.eval.engine import Request, Work, answer_all
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.task import Sample, Task
-from vllm_pyramid.tools.eval.variants import Variant, budgets_of
-from vllm_pyramid.tools.store import Store, identity_of_model, key_of
 
 __all__ = ["REFERENCE", "Answer", "Job", "Run", "Settings", "Store", "budgets_of"]
 
@@ -76,7 +79,7 @@ class Job:
 class Answer(Job):
     """A job with its result."""
 
-    result: Result
+    result: Measured
 
 
 class Run:
@@ -175,12 +178,27 @@ class Run:
                 policy_name=variant.load().name,
                 engine_args={"max_model_len": longest + 1, **engine_args},
                 requests=sorted(requests, key=_order),
-                recall=any(task.needs_recall for task in self.settings.tasks),
             )
-            with closing(answer_all(work, on_stage)) as results:
+            with closing(self._measured(work, on_stage)) as results:
                 for key, result in results:
                     store.put(key, result.model_dump())
                     on_result()
+
+    def _measured(
+        self, work: Work, on_stage: Callable[[str], None]
+    ) -> Generator[tuple[str, Result], None, None]:
+        """Yield each request's key and result, with its recall where a task needs that."""
+        if not any(task.needs_recall for task in self.settings.tasks):
+            yield from answer_all(work, on_stage)
+            return
+        with TemporaryDirectory(prefix="vllm-pyramid-") as folder:
+            recalls = Recalls(Path(folder))
+            traced = work.model_copy(
+                update={"engine_args": {**work.engine_args, "kv_trace": folder}}
+            )
+            with closing(answer_all(traced, on_stage)) as results:
+                for key, result in results:
+                    yield key, recalls.of(result)
 
     def _with_reference(self, request: Request, store: Store) -> Request:
         """Return the request as it is run: with the answer that it is compared with."""
@@ -201,7 +219,7 @@ class Run:
             result = store.get(job.request.key)
             if result is None:
                 raise RuntimeError(f"no result of {job.task.name}, {job.policy}, {job.budget}")
-            yield Answer(**vars(job), result=Result.model_validate(result))
+            yield Answer(**vars(job), result=Measured.model_validate(result))
 
     def _encode(
         self, tokens: Tokens, task: Task, length: int, sample: Sample

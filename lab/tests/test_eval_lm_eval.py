@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.tools.eval.test_tasks import eviction
-from vllm_pyramid.tools.eval import command
-from vllm_pyramid.tools.eval import run as run_module
-from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.lm_eval_tasks import (
+from lab.eval import command
+from lab.eval import run as run_module
+from lab.eval.lm_eval_tasks import (
     RULER_ANSWERS,
     LmEvalTask,
     NoNetworkError,
@@ -25,11 +23,13 @@ from vllm_pyramid.tools.eval.lm_eval_tasks import (
     longbench_tasks,
     ruler_tasks,
 )
+from lab.eval.run import Run, Settings
+from lab.eval.tables import rows_of, tables
+from lab.eval.task import Figure, Sample
+from lab.eval.variants import Variant
+from lab.tests.test_eval_tasks import eviction
+from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.run import Run, Settings
-from vllm_pyramid.tools.eval.tables import rows_of, tables
-from vllm_pyramid.tools.eval.task import Figure, Sample
-from vllm_pyramid.tools.eval.variants import Variant
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
@@ -328,9 +328,7 @@ def test_ruler_files_can_lie_anywhere(tmp_path: Path) -> None:
 
 
 def parse(*words: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_command(parser.add_subparsers())
-    return parser.parse_args(["eval", *map(str, words)])
+    return command.parse_args(list(map(str, words)))
 
 
 def settings_of(*words: object) -> Settings:
@@ -347,7 +345,7 @@ def test_a_task_that_is_given_twice_is_refused(tmp_path: Path) -> None:
 def test_the_command_of_a_run_gives_the_same_arguments() -> None:
     words = "--samples 3 --longbench a.jsonl b --ruler c --lm-eval d=e --max-prompt 100 --chat"
     args = parse(*words.split())
-    assert parse(*command._command(args).split()[2:]) == args
+    assert parse(*command._command(args).split()[3:]) == args
 
 
 def test_files_run_in_the_bench_once_for_all_seeds(

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.tools.eval.test_tasks import WordTokenizer, eviction
-from vllm_pyramid.tools.eval import run as run_module
+from lab.eval import run as run_module
+from lab.eval.pictures import _style, draw
+from lab.eval.recall import Measured
+from lab.eval.registry import load_task
+from lab.eval.run import Answer, Run, Settings
+from lab.eval.tables import rows_of
+from lab.eval.variants import parse_variants
+from lab.tests.test_eval_tasks import WordTokenizer, eviction
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.pictures import _style, draw
-from vllm_pyramid.tools.eval.registry import load_task
-from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.run import Answer, Run, Settings
-from vllm_pyramid.tools.eval.tables import rows_of
-from vllm_pyramid.tools.eval.variants import parse_variants
 
 pytestmark = pytest.mark.cpu
 
@@ -26,14 +26,14 @@ WIDE = "snapkv(kernel_size=11)"
 DEPTHS = [round(i / 9, 2) for i in range(10)]
 
 
-def result_of(job: Any) -> Result:
+def result_of(job: Any) -> Measured:
     """With a budget the lower half of the text is lost but for two digits; the wide one is not."""
     evicted = job.variant.label == "snapkv"
     answer = job.sample.answers[0]
     if evicted and job.sample.facts.get("depth", 0) > 0.5:
         answer = answer[:2]
     full = job.variant.label == "full"
-    return Result(
+    return Measured(
         text=f" {answer}.",
         eviction=eviction(
             [200, 200] if full else [40, 10],

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -15,17 +14,18 @@ from typing import Any
 
 import pytest
 
-from tests.tools.eval.test_tasks import WordTokenizer, eviction
-from vllm_pyramid.tools.cli import main
-from vllm_pyramid.tools.eval import command, engine
-from vllm_pyramid.tools.eval import run as run_module
+from lab.eval import command
+from lab.eval import run as run_module
+from lab.eval.command import main
+from lab.eval.registry import load_task
+from lab.eval.run import REFERENCE, Run, Settings, Store
+from lab.eval.tables import COLUMNS, as_json, as_markdown, rows_of, tables
+from lab.eval.variants import Variant, parse_variants
+from lab.tests.test_eval_tasks import WordTokenizer, eviction
+from vllm_pyramid.tools.eval import engine
 from vllm_pyramid.tools.eval.engine import ChildError
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.registry import load_task
-from vllm_pyramid.tools.eval.result import EvictionReport, Reference, Result
-from vllm_pyramid.tools.eval.run import REFERENCE, Run, Settings, Store
-from vllm_pyramid.tools.eval.tables import COLUMNS, as_json, as_markdown, rows_of, tables
-from vllm_pyramid.tools.eval.variants import Variant, parse_variants
+from vllm_pyramid.tools.eval.result import Reference, Result
 
 pytestmark = pytest.mark.cpu
 
@@ -281,7 +281,7 @@ def test_a_run_that_stops_early_leaves_no_empty_files(
     kept.write_text("of an earlier run")
     files = ["--csv", str(tmp_path / "rows.csv"), "--markdown", str(tmp_path / "rows.md")]
     where = ["--out", str(tmp_path), "--json", str(kept), *files]
-    assert main(["eval", *where, "--model", "/nowhere"]) == 2
+    assert main([*where, "--model", "/nowhere"]) == 2
     assert "cannot read the tokenizer" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [kept]
     assert kept.read_text() == "of an earlier run"
@@ -311,15 +311,13 @@ def test_a_run_that_stops_early_leaves_no_empty_files(
 def test_wrong_arguments(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["eval", "--out", str(tmp_path), *arguments]) == 2
+    assert main(["--out", str(tmp_path), *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_the_defaults_work(tokens: Tokens) -> None:
-    """What plain `vllm-pyramid eval` asks for, up to the engines."""
-    parser = argparse.ArgumentParser()
-    command.add_command(parser.add_subparsers())
-    args = parser.parse_args(["eval"])
+    """What plain `python -m lab.eval` asks for, up to the engines."""
+    args = command.parse_args([])
     settings = Settings(
         model="some/model",
         policies=parse_variants(args.policies, "--policies"),
@@ -360,7 +358,7 @@ def test_recall_of_prompts_that_are_thinned_is_refused(tokens: Tokens) -> None:
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--list"]) == 0
+    assert main(["--list"]) == 0
     assert "two-questions" in capsys.readouterr().out
 
 
@@ -385,61 +383,3 @@ def test_a_prompt_that_may_be_cut_loses_its_middle(
     monkeypatch.setattr(run_module, "longest_of_model", lambda model: answer + 2)
     with pytest.raises(ValueError, match="leaves no room for a prompt"):
         prompts()
-
-
-# The engine's report ------------------------------------------------------------------------------
-
-
-def report() -> dict[str, object]:
-    return {
-        "kv_policy": "pyramidkv",
-        "prompt_tokens": 1000,
-        "kept_tokens": [400, 200, 100, 20],
-        "evicted_tokens": 3280,
-        "blocks_before": 252,
-        "blocks_after": 63,
-    }
-
-
-def test_a_complete_report_is_accepted() -> None:
-    checked = EvictionReport.checked(report(), "pyramidkv")
-    assert checked.model_dump(exclude_none=True) == report() | {"computed_tokens": 1000}
-    assert checked.memory == 0.25 and checked.kept_shares == [0.4, 0.2, 0.1, 0.02]
-    # Of two layers whose KV heads have lengths of their own.
-    of_heads = EvictionReport.checked(report() | {"kv_heads": 2}, "pyramidkv")
-    assert of_heads.kept_shares == [0.3, 0.06] and of_heads.memory == 0.25
-    # Of one whose generated tokens read some of the pages that they saw, and of one without any.
-    assert checked.read is None
-    for read, visible, share in ((9, 36, 0.25), (0, 0, None)):
-        pages = {"pages_read": read, "pages_visible": visible}
-        assert EvictionReport.checked(report() | pages, "pyramidkv").read == share
-    # Of an eviction during generation.
-    later = report() | {"computed_tokens": 1100, "evicted_tokens": 3680, "kv_budget": 180}
-    assert EvictionReport.checked(later, "pyramidkv").computed_tokens == 1100
-
-
-@pytest.mark.parametrize("missing", [None, {}])
-def test_a_missing_report_is_an_error(missing: dict[str, object] | None) -> None:
-    with pytest.raises(RuntimeError, match="the plugin is not active"):
-        EvictionReport.checked(missing, "pyramidkv")
-
-
-@pytest.mark.parametrize("key", sorted(report()))
-def test_an_incomplete_report_is_an_error(key: str) -> None:
-    known = report()
-    del known[key]
-    with pytest.raises(RuntimeError, match=rf"(?s)'pyramidkv' kept is wrong: .*{key}"):
-        EvictionReport.checked(known, "pyramidkv")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kv_policy": "full"}, "ran 'full' instead of 'pyramidkv'"),
-        ({"evicted_tokens": 0}, "contradicts itself"),
-        ({"kept_tokens": [], "evicted_tokens": 0}, "is wrong"),
-    ],
-)
-def test_a_wrong_report_is_an_error(change: dict[str, object], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        EvictionReport.checked(report() | change, "pyramidkv")

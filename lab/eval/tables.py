@@ -17,7 +17,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from vllm_pyramid.tools.eval.run import Answer
+from lab.eval.run import Answer
 
 __all__ = ["COLUMNS", "as_json", "as_markdown", "rows_of", "tables", "titled"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vllm_pyramid.tools.eval.run import Answer
-from vllm_pyramid.tools.eval.tables import titled
+from lab.eval.run import Answer
+from lab.eval.tables import titled
 
 __all__ = ["draw"]
 

@@ -31,9 +31,9 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from lab.eval.task import Figure, Sample, Task
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.task import Figure, Sample, Task
 
 __all__ = ["LmEvalTask", "load_tasks", "longbench_tasks", "ruler_tasks"]
 

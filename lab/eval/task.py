@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vllm_pyramid.tools.eval.haystack import Tokens
+from vllm_pyramid.tools.eval.phrases import begins_with
 from vllm_pyramid.tools.eval.result import Result
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "NumberTask",
     "Sample",
     "Task",
-    "begins_with",
     "seed_of",
 ]
 
@@ -106,7 +106,7 @@ class Task(ABC):
     """One kind of question.
 
     Attributes:
-        name: for `--tasks`. summary: one line for `vllm-pyramid eval --list`.
+        name: for `--tasks`. summary: one line for `python -m lab.eval --list`.
         metric: what `score` returns.
         needs_recall: whether results must hold the attention recall.
         needs_chat: whether prompts are chats, for models with a chat template.
@@ -213,13 +213,6 @@ class AgreementTask(GeneratedTask):
         metric = "divergence from the whole cache, nats"
         divergence = Figure.of(metric, nats, lower_is_better=True)
         return [*super().figures(samples, results), divergence]
-
-
-def begins_with(text: str, answer: str) -> bool:
-    """Return whether the answer stands at the beginning, as a word of its own."""
-    text = text.lstrip()
-    behind = text[len(answer) : len(answer) + 1]
-    return text.startswith(answer) and not behind.isalnum()
 
 
 def seed_of(*parts: object) -> int:
