@@ -35,7 +35,7 @@ def test_the_command(tmp_path: Path) -> None:
     """As a user runs it: a budget that keeps everything changes nothing, a small one does."""
     file = tmp_path / "rows.json"
     sizes = ("--num-prompts", "2", "--prompt-tokens", "1200", "--answer-tokens", "12")
-    budgets = ("--budgets", "100%,4%", "--kv-policy-args", '{"min_tokens": 0, "window": 8}')
+    budgets = ("--budgets", "100%,4%", "--kv-policy-args", '{"min_tokens": 0, "window": 16}')
     dtype = ("--engine-args", json.dumps({"dtype": "float32"}))
     assert main(["eval", "--json", str(file), *sizes, *budgets, *dtype]) == 0
     whole, few = json.loads(file.read_text())["rows"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of docs/performance.md, and the table of `vllm-pyramid bench cost`.
+"""The cost model of docs/performance.md, and the table of `python -m lab.cost`.
 
 The model is a lower bound on time. It counts memory reads at the streaming rate and arithmetic at
 the rate of a large matrix product. Linear layers and attention run one after the other. It leaves
@@ -14,11 +14,28 @@ from math import ceil
 
 import pandas as pd
 
+from vllm_pyramid.frontend.cache_shape import DTYPE_BYTES
 from vllm_pyramid.policy import Budget
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE, Shape
 
 ALL_ENGINES = 10000  # requests/s that all engines together are to serve
 CACHE_SHARE = 0.9  # of a server's memory; the KV cache gets what the weights leave of it
+
+
+def layer_parameters(shape: Shape) -> int:
+    """Return the weights of a layer's matrices: Q, K, V, O, and the MLP's three."""
+    attention = shape.hidden * shape.head_size * (2 * shape.heads + 2 * shape.kv_heads)
+    return attention + 3 * shape.hidden * shape.mlp
+
+
+def step_parameters(shape: Shape) -> int:
+    """Return the weights that a decode step multiplies with: all layers and the output layer."""
+    return shape.layers * layer_parameters(shape) + shape.hidden * shape.vocabulary
+
+
+def element_bytes(shape: Shape) -> int:
+    """Return the bytes of a weight."""
+    return DTYPE_BYTES[shape.dtype]
 
 
 @dataclass(frozen=True)
@@ -71,8 +88,8 @@ class CostModel:
         """
         shape, machine = self.shape, self.machine
         bandwidth, flops = machine.bandwidth * machine.devices, machine.flops * machine.devices
-        weights = shape.element_bytes * shape.step_parameters
-        linear = max(weights / bandwidth, 2 * shape.step_parameters * batch / flops)
+        weights = element_bytes(shape) * step_parameters(shape)
+        linear = max(weights / bandwidth, 2 * step_parameters(shape) * batch / flops)
         cached = shape.layers * (self.kept + self.output_len / 2)
         operations = 4 * cached * shape.heads * shape.head_size
         return linear + batch * max(cached * shape.token_bytes / bandwidth, operations / flops)
@@ -84,7 +101,7 @@ class CostModel:
         observation window and the move of the tokens that are kept are left out.
         """
         shape, n = self.shape, self.prompt_len
-        linear = 2 * shape.layers * shape.layer_parameters * n
+        linear = 2 * shape.layers * layer_parameters(shape) * n
         attention = 2 * shape.layers * shape.heads * shape.head_size * n**2
         return (linear + attention) / (self.machine.flops * self.machine.devices)
 
@@ -134,7 +151,7 @@ def cost_rows(
     Raises:
         ValueError: the weights, or one request, do not fit.
     """
-    weights = shape.element_bytes * (shape.step_parameters + shape.hidden * shape.vocabulary)
+    weights = element_bytes(shape) * (step_parameters(shape) + shape.hidden * shape.vocabulary)
     pool = machine.memory * machine.devices * CACHE_SHARE - weights
     if pool <= 0:
         raise ValueError(
@@ -165,6 +182,6 @@ def cost_rows(
 
 
 def as_markdown(rows: pd.DataFrame) -> str:
-    """Return the table of docs/results/llama-3-on-h200.md."""
+    """Return the table of lab/results/llama-3-on-h200.md."""
     made = [f"| {' | '.join(cells)} |" for cells in ([*rows], *rows.to_numpy().tolist())]
     return "\n".join([made[0], "|" + "---:|" * len(rows.columns), *made[1:]])

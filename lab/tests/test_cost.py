@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pyramid.tools.bench.cost import CostModel, Machine, as_markdown, cost_rows
-from vllm_pyramid.tools.bench.shapes import SHAPES, Shape, shape_of_config, write_model
+from lab.cost.__main__ import main
+from lab.cost.model import (
+    CostModel,
+    Machine,
+    as_markdown,
+    cost_rows,
+    layer_parameters,
+    step_parameters,
+)
+from vllm_pyramid.tools.bench.shapes import SHAPES, Shape
 
 pytestmark = pytest.mark.cpu
 
@@ -18,8 +26,8 @@ TINY = Shape(layers=2, hidden=8, mlp=16, heads=4, kv_heads=2, head_size=2, vocab
 
 def test_sizes_of_a_shape() -> None:
     # Q 8x8, K and V 8x4 each, O 8x8, and three of 8x16.
-    assert TINY.layer_parameters == 64 + 2 * 32 + 64 + 3 * 128
-    assert TINY.step_parameters == 2 * 576 + 800
+    assert layer_parameters(TINY) == 64 + 2 * 32 + 64 + 3 * 128
+    assert step_parameters(TINY) == 2 * 576 + 800
     assert TINY.token_bytes == 2 * 2 * 2 * 2
 
 
@@ -29,7 +37,7 @@ def test_named_shapes_have_the_parameters_of_their_models() -> None:
     for name, total in (("llama-3-8b", 8.03e9), ("llama-3-70b", 70.55e9)):
         shape = SHAPES[name]
         embedding = shape.hidden * shape.vocabulary
-        assert shape.step_parameters + embedding == pytest.approx(total, rel=0.002)
+        assert step_parameters(shape) + embedding == pytest.approx(total, rel=0.002)
     # 128 KiB a token over 32 layers.
     assert 32 * SHAPES["llama-3-8b"].token_bytes == 131072
     # Of one byte, and with a scale of four bytes for each token and KV head, of K and of V.
@@ -39,14 +47,14 @@ def test_named_shapes_have_the_parameters_of_their_models() -> None:
 
 
 def test_decode_step_by_hand() -> None:
-    weights, tokens = 2 * TINY.step_parameters, 3 * 2 * 50
+    weights, tokens = 2 * step_parameters(TINY), 3 * 2 * 50
     slow_memory = Machine(bandwidth=1000.0, flops=1e12, memory=1.0)
     # 48 tokens are kept, and half of the 4 that are generated are there too.
     step = CostModel(TINY, slow_memory, 64, 4, kept=48).decode_step(3)
     assert step == pytest.approx((weights + tokens * TINY.token_bytes) / 1000)
     slow_arithmetic = Machine(bandwidth=1e12, flops=1000.0, memory=1.0)
     assert CostModel(TINY, slow_arithmetic, 64, 4, kept=48).decode_step(3) == pytest.approx(
-        (2 * TINY.step_parameters * 3 + 4 * tokens * 4 * 2) / 1000
+        (2 * step_parameters(TINY) * 3 + 4 * tokens * 4 * 2) / 1000
     )
     two = replace(slow_memory, devices=2)
     assert CostModel(TINY, two, 64, 4, kept=48).decode_step(3) == step / 2
@@ -54,7 +62,7 @@ def test_decode_step_by_hand() -> None:
 
 def test_prefill_by_hand() -> None:
     machine = Machine(bandwidth=1.0, flops=1000.0, memory=1.0)
-    linear = 2 * 2 * TINY.layer_parameters * 10
+    linear = 2 * 2 * layer_parameters(TINY) * 10
     attention = 4 * 4 * 2 * 2 * 10 * 10 / 2
     prefill = CostModel(TINY, machine, 10, 4, kept=10).prefill()
     assert prefill == pytest.approx((linear + attention) / 1000)
@@ -99,14 +107,9 @@ def test_a_model_that_does_not_fit_says_so() -> None:
         cost_rows(SHAPES["llama-3-70b"], machine, [8192], ["12%"], 256)
 
 
-def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
-    write_model(SHAPES["small"], tmp_path)
-    assert shape_of_config(str(tmp_path)) == SHAPES["small"]
-
-
 def test_documented_tables_are_what_the_command_prints() -> None:
-    """The page on Llama 3 holds the output of `vllm-pyramid bench cost --markdown`."""
-    page = Path(__file__).parents[3] / "docs" / "results" / "llama-3-on-h200.md"
+    """The page on Llama 3 holds the output of `python -m lab.cost`."""
+    page = Path(__file__).parents[1] / "results" / "llama-3-on-h200.md"
     text = page.read_text(encoding="utf-8")
     lens, budgets = [8192, 32768, 131072], ["12%", "2048"]
     for name, devices in (
@@ -118,3 +121,11 @@ def test_documented_tables_are_what_the_command_prints() -> None:
         machine = Machine(4.8e12, 989e12, 141e9, devices)
         rows = cost_rows(SHAPES[name], machine, lens, budgets, 256)
         assert as_markdown(rows) in text, f"{name} on {devices}: run the command beside the table"
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prompt-lens", "8192", "--budgets", "12%"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[3].startswith("| 8,192 | 12% |")
+    assert main(["--model", "llama-3-70b"]) == 2
+    assert "give more --devices" in capsys.readouterr().err
