@@ -238,9 +238,7 @@ def checked_output(name: str, picture: str | None = None) -> Path:
 
 def _check_needed(args: argparse.Namespace) -> None:
     """Raise ValueError if a file is missing that the flags ask for."""
-    needed = [] if args.heads else ["prompts"]
-    if args.mask is None:
-        needed.append("output")
+    needed = ["output"] if args.heads else ["prompts", "output"]
     missing = [f"--{name}" for name in needed if getattr(args, name) is None]
     if missing:
         raise ValueError(f"calibrate needs {' and '.join(missing)}")
@@ -251,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
     heads.check_flags(args)
     _check_needed(args)
     if args.heads:
-        return heads.run(args, read_prompts(Path(args.prompts)) if args.prompts else [])
+        return heads.run(args)
     args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(

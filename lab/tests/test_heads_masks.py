@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.tools.cli import main
+from lab.heads import model as models
+from lab.heads.command import main
+from lab.heads.model import StreamingModel, streaming_attention
+from lab.heads.trial import Trial, try_masks
 from vllm_pyramid.tools.demo import model_path
-from vllm_pyramid.tools.head_probe import Repeated
-from vllm_pyramid.tools.heads import model as models
-from vllm_pyramid.tools.heads.model import HeadModel, streaming_attention, whole_attention
+from vllm_pyramid.tools.heads.model import whole_attention
+from vllm_pyramid.tools.heads.probe import Repeated
 from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
-from vllm_pyramid.tools.heads.trial import Trial, try_masks
 
 pytestmark = pytest.mark.cpu
 
@@ -26,12 +27,12 @@ SINKS, RECENT = 16, 32
 
 
 @pytest.fixture(scope="module")
-def model() -> HeadModel:
-    return HeadModel(str(MODEL))
+def model() -> StreamingModel:
+    return StreamingModel(str(MODEL))
 
 
 @pytest.fixture(scope="module")
-def scores(model: HeadModel) -> HeadScores:
+def scores(model: StreamingModel) -> HeadScores:
     return HeadScores(model.probe(Repeated(128, 2)), SINKS, RECENT)
 
 
@@ -54,7 +55,7 @@ def test_a_streaming_head_sees_what_a_mask_says(
     assert same == (sinks + recent >= 33)
 
 
-def test_a_mask_of_all_heads_is_the_model_itself(model: HeadModel, scores: HeadScores) -> None:
+def test_a_mask_of_all_heads_is_the_model_itself(model: StreamingModel, scores: HeadScores) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = Repeated(60, 2).tokens(model.ordinary_ids())
@@ -70,7 +71,7 @@ def test_a_mask_of_all_heads_is_the_model_itself(model: HeadModel, scores: HeadS
 
 
 def test_one_head_that_streams_changes_only_what_lies_behind_its_window(
-    model: HeadModel, scores: HeadScores
+    model: StreamingModel, scores: HeadScores
 ) -> None:
     ids = Repeated(60, 2).tokens(model.ordinary_ids())
     mask = torch.ones(model.layers, model.kv_heads, dtype=torch.bool)
@@ -83,7 +84,7 @@ def test_one_head_that_streams_changes_only_what_lies_behind_its_window(
 
 
 def test_heads_that_the_probe_finds_copy_and_the_others_do_not(
-    model: HeadModel, scores: HeadScores
+    model: StreamingModel, scores: HeadScores
 ) -> None:
     mask = scores.mask(0.5)
     text = Repeated(200, 2).tokens(model.ordinary_ids(), seed=5)
@@ -101,7 +102,7 @@ def test_the_command_writes_scores_that_it_can_try(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "A plain text of some words. " * 60}) + "\n")
     own = ["--sinks", str(SINKS), "--recent", str(RECENT), "-o", str(tmp_path / "out")]
-    common = ["calibrate", "--heads", "--model", str(MODEL), "--share", "0.25"]
+    common = ["--model", str(MODEL), "--share", "0.25"]
     assert main([*common, *own, "--prompts", str(prompts)]) == 0
     first = capsys.readouterr().out
     assert "4 of 16 KV heads keep everything, the others 16 sinks and 32 recent tokens" in first
@@ -116,7 +117,7 @@ def test_the_command_writes_scores_that_it_can_try(
     assert second.splitlines() == first.splitlines()[: len(second.splitlines())]
 
 
-def test_mean_attention_is_that_of_the_projections(model: HeadModel) -> None:
+def test_mean_attention_is_that_of_the_projections(model: StreamingModel) -> None:
     """The probe undoes the rotation; here the projections are seen before it, as by kvpress."""
     from transformers import AutoModelForCausalLM
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -153,7 +154,7 @@ def test_mean_attention_is_that_of_the_projections(model: HeadModel) -> None:
 
 @pytest.mark.parametrize("how", ["halves", "pairs"])
 def test_the_rotary_embedding_is_found_by_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, model: HeadModel, how: str
+    monkeypatch: pytest.MonkeyPatch, model: StreamingModel, how: str
 ) -> None:
     """Llama's function, and one in the manner of GLM: other channels, the same angles."""
     from transformers.models.llama import modeling_llama as module
@@ -178,7 +179,7 @@ def test_the_command_looks_at_texts(capsys: pytest.CaptureFixture[str], tmp_path
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "A plain text of some words. " * 60}) + "\n")
     out = tmp_path / "out"
-    argv = ["calibrate", "--heads", "--model", str(MODEL), "--probe", "mean", "-o", str(out)]
+    argv = ["--model", str(MODEL), "--probe", "mean", "-o", str(out)]
     assert main(argv) == 2
     assert "--probe mean looks at texts: add --prompts" in capsys.readouterr().err
     sizes = ["--sinks", str(SINKS), "--recent", str(RECENT)]
@@ -190,14 +191,14 @@ def test_the_command_looks_at_texts(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_the_command_tries_scores_of_query_heads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: HeadModel, scores: HeadScores
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: StreamingModel, scores: HeadScores
 ) -> None:
     """A file with a head too many is refused; the probe's own scores copy as the probe's mask."""
     each = scores.scores.repeat_interleave(model.heads // model.kv_heads, dim=1)
     names = {f"{x}-{y}": [float(each[x, y])] for x in range(8) for y in range(model.heads)}
     path = tmp_path / "heads.json"
     path.write_text(json.dumps(names))
-    argv = ["calibrate", "--heads", "--model", str(MODEL), "--mask", str(path)]
+    argv = ["--model", str(MODEL), "--mask", str(path)]
     argv += ["--sinks", str(SINKS), "--recent", str(RECENT)]
     assert main(argv) == 0
     ours = capsys.readouterr().out
@@ -215,7 +216,6 @@ def test_the_command_tries_scores_of_query_heads(
     [
         (["--share", "50"], "--share 50 must be at least 0 and at most 1"),
         (["--recent", "0"], "--recent 0 must be at least 1"),
-        (["--kv-policy", "xkv", "--kv-budget", "9"], "--kv-policy, --kv-budget does not go with"),
         (["--mask", "m", "--sinks", "3"], "--output, --sinks does not go with --mask"),
         (["--mask", "m", "--probe", "mean"], "--probe, --output does not go with --mask"),
         (["--prompts", "/nowhere.jsonl"], "cannot read the prompts"),
@@ -226,7 +226,7 @@ def test_the_command_tries_scores_of_query_heads(
 def test_errors_are_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[str], message: str
 ) -> None:
-    argv = ["calibrate", "--heads", "--model", str(MODEL), "-o", str(tmp_path / "out"), *more]
+    argv = ["--model", str(MODEL), "-o", str(tmp_path / "out"), *more]
     assert main(argv) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -236,7 +236,7 @@ def test_masks_and_prompts_must_fit_the_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     HeadScores(torch.rand(4, 2), SINKS, RECENT).write(tmp_path, {})
-    argv = ["calibrate", "--heads", "--model", str(MODEL), "--mask", str(tmp_path)]
+    argv = ["--model", str(MODEL), "--mask", str(tmp_path)]
     assert main(argv) == 2
     assert (
         "is for 4 layers of 2 heads, and this model has 8 of 2 KV heads" in capsys.readouterr().err
@@ -246,27 +246,3 @@ def test_masks_and_prompts_must_fit_the_model(
         (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": ids}))
         assert main([*argv, "--prompts", str(tmp_path / "p.jsonl")]) == 2
         assert f"prompt 1 has {len(ids)} tokens: from 304" in capsys.readouterr().err
-
-
-def test_flags_of_heads_alone_change_nothing_and_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    argv = ["calibrate", "--model", str(MODEL), "--share", "0.5", "-o", "x.yaml"]
-    assert main(argv) == 2
-    assert "--share without --heads would have no effect" in capsys.readouterr().err
-    assert main([*argv, "--mask", "m"]) == 2
-    assert "--mask, --share without --heads" in capsys.readouterr().err
-    assert main(["calibrate", "--model", str(MODEL)]) == 2
-    assert "calibrate needs --prompts and --output" in capsys.readouterr().err
-
-
-def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64)).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(ValueError, match="layers all have full attention with KV heads"):
-        HeadModel(str(tmp_path))
-    with pytest.raises(ValueError, match="Transformers cannot load the model /nowhere"):
-        HeadModel("/nowhere/at/all")
