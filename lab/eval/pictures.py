@@ -12,6 +12,7 @@ import pandas as pd
 
 from lab.eval.run import Answer
 from lab.eval.tables import titled
+from vllm_pyramid.tools.eval.result import EvictionReport
 
 __all__ = ["draw"]
 
@@ -26,7 +27,7 @@ def draw(answers: Sequence[Answer], rows: pd.DataFrame, folder: Path) -> list[Pa
     if needles := [answer for answer in answers if "depth" in answer.sample.facts]:
         figures["needle.png"] = _needle(needles)
     figures["kept-by-layer.png"] = _by_layer(
-        answers, "tokens kept, share of the prompt", lambda a: a.result.eviction.kept_shares
+        answers, "tokens kept, share of the prompt", lambda a: kept_shares(a.result.eviction)
     )
     if traced := [answer for answer in answers if answer.task.needs_recall]:
         figures["recall-by-layer.png"] = _by_layer(
@@ -35,6 +36,13 @@ def draw(answers: Sequence[Answer], rows: pd.DataFrame, folder: Path) -> list[Pa
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=120, bbox_inches="tight")
     return [folder / name for name in figures]
+
+
+def kept_shares(eviction: EvictionReport) -> list[float]:
+    """Return the share of the tokens that each layer keeps, the mean of its KV heads."""
+    lanes = eviction.kv_heads or 1
+    firsts, whole = range(0, len(eviction.kept_tokens), lanes), eviction.computed_tokens * lanes
+    return [sum(eviction.kept_tokens[row : row + lanes]) / whole for row in firsts]
 
 
 def _subplots(count: int, width: float, height: float) -> tuple[Any, list[Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lab.eval import run as run_module
-from lab.eval.pictures import _style, draw
+from lab.eval.pictures import _style, draw, kept_shares
 from lab.eval.recall import Measured
 from lab.eval.registry import load_task
 from lab.eval.run import Answer, Run, Settings
@@ -130,3 +130,9 @@ def test_layers(drawn: SimpleNamespace) -> None:
             assert [line.get_label() for line in axis.lines] == ["snapkv", WIDE]
             for line in axis.lines:
                 assert list(line.get_ydata()) == pytest.approx(expected)
+
+
+def test_shares_of_layers_are_means_of_their_heads() -> None:
+    report = eviction([400, 200, 100, 20], 1000, 0.25)
+    assert kept_shares(report) == [0.4, 0.2, 0.1, 0.02]
+    assert kept_shares(report.model_copy(update={"kv_heads": 2})) == pytest.approx([0.3, 0.06])

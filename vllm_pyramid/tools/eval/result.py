@@ -85,13 +85,6 @@ class EvictionReport(BaseModel):
             return None
         return self.pages_read / self.pages_visible
 
-    @property
-    def kept_shares(self) -> list[float]:
-        """Return the share of the tokens that each layer keeps, the mean of its KV heads."""
-        lanes = self.kv_heads or 1
-        firsts, whole = range(0, len(self.kept_tokens), lanes), self.computed_tokens * lanes
-        return [sum(self.kept_tokens[row : row + lanes]) / whole for row in firsts]
-
 
 class Reference(BaseModel):
     """What the whole cache says greedily, and how sure it is of it.
