@@ -27,7 +27,7 @@ any failed. With `--only`, the stages that FILE already holds from the same devi
 kept, so a run may be cut into several. With `--jobs`, stages that take no times run beside each
 other, and the others alone after them; PYTEST_ADDOPTS="-n 4" splits the numerics among processes.
 
-Most stages have run on one H200 (docs/results/h200.md).
+Most stages have run on one H200 (lab/results/h200.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows in docs/results: each has the command that makes it, and a page that names it."""
+"""The rows in lab/results: each has the command that makes it, and a page that names it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GONE = ("one-request", "peers", "latency", "pressure")
 
 
 def _table(name: str) -> list[dict[str, str]]:
-    with (DOCS / "results" / name).open(encoding="utf-8", newline="") as file:
+    with (ROOT / "lab" / "results" / name).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -43,7 +43,7 @@ random ones of as many heads, and has kvpress's probe over texts.
   probe takes the larger of both scores.
 - **Limits**: docs/limits.md#of-this-version. With tensor-parallel ranks fewer heads stream:
   docs/parallel.md#lengths-of-single-heads.
-- **Measured**: lab/results/single-heads.md, and decode rates in docs/benchmarks.md.
+- **Measured**: lab/results/single-heads.md, and decode rates in lab/results/benchmarks.md.
 """
 
 from __future__ import annotations
