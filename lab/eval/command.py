@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm_pyramid
+from lab.models.folders import MODELS, model_folder
 from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.tools.command_parts import (
     Progress,
@@ -23,7 +24,6 @@ from vllm_pyramid.tools.command_parts import (
     numbers,
     parse_engine_args,
 )
-from vllm_pyramid.tools.models import MODELS, model_folder
 
 if TYPE_CHECKING:
     from lab.eval.run import Answer, Settings

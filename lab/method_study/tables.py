@@ -173,7 +173,7 @@ def run(
 
 
 def _model_folder(model: str) -> Path:
-    from vllm_pyramid.tools.models import MODELS, model_folder
+    from lab.models.folders import MODELS, model_folder
 
     return model_folder(model) if model in MODELS else Path(model)
 

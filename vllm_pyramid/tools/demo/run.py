@@ -186,12 +186,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         return 1
     _summary(console, results, right)
-    if args.model is None:
-        console.print(
-            "A real model that chats, without a download from a hub: vllm-pyramid model smollm2",
-            highlight=False,
-            soft_wrap=True,
-        )
     return 0
 
 

@@ -19,7 +19,6 @@ from vllm_pyramid.tools.command_parts import (
     names,
     parse_engine_args,
 )
-from vllm_pyramid.tools.models import MODELS, model_folder
 
 if TYPE_CHECKING:
     from vllm_pyramid.tools.eval.compare import Row
@@ -39,7 +38,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--model",
-        help=f"folder, Hugging Face name, or {', '.join(MODELS)} (default: the built-in model)",
+        help="folder, or a Hugging Face name (default: the built-in model)",
     )
     parser.add_argument(
         "--prompts",
@@ -86,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.json.parent, (args.json,))
 
     from vllm_pyramid.tools.child_process import ChildError, orderly_termination
+    from vllm_pyramid.tools.demo import model_path
     from vllm_pyramid.tools.eval.compare import compare, row_of
 
-    model = _model(args.model)
+    model = str(model_path()) if args.model is None else args.model
     prompts = _prompts(args, model)
     console = Console()
     total = len(prompts) * (1 + len(budgets))
@@ -119,15 +119,6 @@ def run(args: argparse.Namespace) -> int:
         text = json.dumps({**written, "rows": list(map(asdict, rows))}, indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
     return 0
-
-
-def _model(name: str | None) -> str:
-    """Return the folder or name of the model."""
-    from vllm_pyramid.tools.demo import model_path
-
-    if name is None:
-        return str(model_path())
-    return str(model_folder(name)) if name in MODELS else name
 
 
 def _policy(args: argparse.Namespace) -> tuple[dict[str, Any], Policy, Sequence[str | None]]:

@@ -107,7 +107,7 @@ def model_folder(name: str, folder: Path | None = None) -> Path:
         raise ValueError(
             f"the tokenizer in {folder} was written with a Transformers that read it as a Unigram "
             "model, and splits texts otherwise than the model's own: delete the folder and run "
-            f"`vllm-pyramid model {name}` with a newer one (5.19 and later)"
+            f"`python -m lab.models {name}` with a newer one (5.19 and later)"
         )
     return folder
 

