@@ -19,7 +19,6 @@ from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.tools.command_parts import (
     Progress,
     check_writable,
-    has_matplotlib,
     names,
     numbers,
     parse_engine_args,
@@ -136,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_pyramid.tools.eval.engine import ChildError, orderly_termination
     from vllm_pyramid.tools.eval.haystack import load_tokens
 
-    if not args.no_pictures and not has_matplotlib():
+    if not args.no_pictures and find_spec("matplotlib") is None:
         console.print("No pictures: they need matplotlib (pip install -e '.\\[dev]').")
         args.no_pictures = True
     check_writable(args.out, (args.out / "samples.jsonl", args.json, args.csv, args.markdown))

@@ -146,7 +146,7 @@ def run(
     tables: Tables = HERE / "tables.yaml",
     methods: Methods = HERE / "methods.yaml",
     model: Annotated[
-        str, typer.Option(help="folder, or a name of `vllm-pyramid model`")
+        str, typer.Option(help="folder, or a name of `lab.models`")
     ] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
     samples: Annotated[int, typer.Option(help="prompts of a task at most")] = sys.maxsize,

@@ -170,7 +170,7 @@ def test_a_folder_of_such_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -
     assert model_folder("smollm2", tmp_path) == tmp_path
     (tmp_path / "tokenizer.json").unlink()
     Tokenizer(models.Unigram([("a", 0.0)])).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="delete the folder and run `vllm-pyramid model smollm2`"):
+    with pytest.raises(ValueError, match=r"run `python -m lab\.models smollm2`"):
         model_folder("smollm2", tmp_path)
 
 

@@ -16,7 +16,7 @@ from vllm_pyramid.tools.command_parts import check_writable, refuse_unused
 SHARE = 0.5
 # Flags that belong to --heads alone, and those that do not go with it.
 OWN_FLAGS = ("share", "sinks", "recent")
-_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args", "prompts")
+_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "engine_args", "prompts")
 _TOKENS = (8192, 32768)  # of requests whose memory is told
 _PROBE = "echo and induction, the larger of both"  # what `config.json` says
 
