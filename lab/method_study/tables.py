@@ -145,9 +145,7 @@ def run(
     out: Out = Path("quality-tables"),
     tables: Tables = HERE / "tables.yaml",
     methods: Methods = HERE / "methods.yaml",
-    model: Annotated[
-        str, typer.Option(help="folder, or a name of `lab.models`")
-    ] = "smollm2",
+    model: Annotated[str, typer.Option(help="folder, or a name of `lab.models`")] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
     samples: Annotated[int, typer.Option(help="prompts of a task at most")] = sys.maxsize,
     device: Annotated[str, typer.Option(help="of the studies: cpu or cuda")] = "cpu",
