@@ -31,8 +31,7 @@ many such tokens the prompt has. Torch is only imported where a worker calls the
   the first is shortened. Not with evictions inside the prompt.
 
 Calibrated lengths are known beforehand. This averages each layer's share over your prompts and
-writes a preset with the allocator `shares`, for models with as many layers; `--picture` shows how
-far prompts differ:
+writes a preset with the allocator `shares`, for models with as many layers:
 
     vllm-pyramid calibrate --model MODEL --prompts FILE.jsonl --kv-budget 512 -o budgets.yaml
 """
