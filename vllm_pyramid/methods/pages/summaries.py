@@ -38,11 +38,6 @@ class Summaries:
         self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self.rows = torch.empty(0)
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block's summary."""
-        return self._shape[0] * self._shape[1] * self._dtype.itemsize
-
     def allocate(self, num_blocks: int, device: torch.device) -> None:
         """Replace the summaries by zeros for `num_blocks` blocks."""
         self.rows = torch.empty(0)  # two generations never exist together

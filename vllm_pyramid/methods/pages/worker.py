@@ -88,7 +88,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     # Memory ---------------------------------------------------------------------------------------
 
     def bytes_per_block(self) -> int:
-        return self.summaries.bytes_per_block
+        return self.selection.block_extras(self.context.specs[0]).num_bytes
 
     def bytes_of_buffers(self) -> int:
         config = self.context.config
@@ -125,7 +125,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self.summaries.copy(sources, targets)
 
-    def summaries_of_blocks(self) -> torch.Tensor:
+    def block_extras(self) -> torch.Tensor:
         return self.summaries.rows
 
     # Every step -----------------------------------------------------------------------------------
