@@ -194,9 +194,9 @@ class Policy(BaseModel):
         return self.evicts and self.heads.has_budget
 
     @property
-    def solves(self) -> bool:
-        """Whether lengths are solved from a prompt's scores at its end: plans are deferred."""
-        return self.allocator.solves or self.heads.solves
+    def defers(self) -> bool:
+        """Whether lengths are decided from a prompt's scores at its end: plans are deferred."""
+        return self.allocator.defers or self.heads.defers
 
     @property
     def min_last_chunk(self) -> int:

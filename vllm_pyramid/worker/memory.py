@@ -84,9 +84,7 @@ class WorkerMemory:
             return 0
         with_pools = [hooks for hooks in self._hooks if hooks.bytes_per_block()]
         behind = {
-            hooks.label
-            for hooks in (*with_pools, *self._followers)
-            if hooks.block_extras() is None
+            hooks.label for hooks in (*with_pools, *self._followers) if hooks.block_extras() is None
         }
         if behind:
             raise ValueError(

@@ -151,7 +151,7 @@ class SelectPages(Attend):
                 "gathers scores or evicts in every step, and a key that is not read gets no "
                 "score: choose a policy that evicts at the prompt's end"
             )
-        elif policy.allocator.thins_prompts or policy.allocator.solves:
+        elif policy.allocator.thins_prompts or policy.allocator.defers:
             reason = (
                 f"has the allocator {policy.allocator.kind!r}, with which selecting was not tried: "
                 "choose uniform or arithmetic"

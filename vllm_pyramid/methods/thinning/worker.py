@@ -189,12 +189,13 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
     def end_step(self, step: Step) -> None:
         """Report what the prompts that end have given up, piece by piece."""
         self._step = None
-        if step.evictions is None:
+        evictions = step.evictions
+        if evictions is None:
             return
-        for index, row in enumerate(step.evictions.rows.tolist()):
-            if step.evictions.eviction_numbers[index] == 1 and step.evictions.plans[index].thinned:
+        for index, row in enumerate(evictions.rows.tolist()):
+            if evictions.eviction_numbers[index] == 1 and evictions.plans[index].in_pieces:
                 request = step.requests[row]
-                step.evictions.tokens_done[index] = _of(request).given
+                evictions.tokens_done[index] = _of(request).given
                 if self.trace is not None:
                     self.trace.place(request.request_id, _of(request).positions.layers())
 

@@ -105,7 +105,7 @@ class AntidiagonalTiles(Prefill):
                 f"shortens prompts between layers (allocator {policy.allocator.kind!r}), by "
                 "attention that skipped tiles do not give: choose another allocator"
             )
-        elif policy.allocator.solves:
+        elif policy.allocator.defers:
             reason = (
                 f"has the allocator {policy.allocator.kind!r}, with which it was not tried: choose "
                 "uniform or arithmetic"
