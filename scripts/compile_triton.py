@@ -27,7 +27,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
-from vllm_pyramid.kernels.page_records import COMBINES, SUMMARY_ROWS, PageBatch
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
     RecentBatch,
@@ -37,6 +36,8 @@ from vllm_pyramid.kernels.records import (
 )
 from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
+from vllm_pyramid.methods.pages.kernels import triton as page_triton
+from vllm_pyramid.methods.pages.kernels.records import COMBINES, SUMMARY_ROWS, PageBatch
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).
@@ -289,11 +290,11 @@ def summarise_and_select(
         for dtype in {case.dtype, torch.float32}:
             pool = torch.zeros(4, case.num_kv_heads, width * case.head_size, dtype=dtype)
             inputs = (pool, key_cache, table, skips, lens, skips)
-            triton_ops.summarise_pages(*inputs, kind=kind, max_pages=128)
-            triton_ops.score_pages(rows, softmax, pool, kind=kind)
+            page_triton.summarise_pages(*inputs, kind=kind, max_pages=128)
+            page_triton.score_pages(rows, softmax, pool, kind=kind)
     for combine in COMBINES:
-        triton_ops.score_pages(rows, softmax, key_cache, kind="rows", combine=combine)
-    found = triton_ops.select_pages(rows, scores, ints(count, count), max_selected=count)
+        page_triton.score_pages(rows, softmax, key_cache, kind="rows", combine=combine)
+    found = page_triton.select_pages(rows, scores, ints(count, count), max_selected=count)
     batch = AttentionBatch(
         *(query[:2], key_cache, key_cache, found.block_table, ints(0, 1, 2), lens, skips),
         max_query_len=1,

@@ -31,6 +31,8 @@ from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
+from vllm_pyramid.methods.pages.kernels import reference as page_reference
+from vllm_pyramid.methods.pages.kernels.contract import PageOps
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -70,10 +72,12 @@ def vllms_attention(*args: Any) -> None:
 
 def kernels(device: Any) -> Ops:
     """Return the reference, which requires the arguments that spare CUDA's kernels a read-back."""
+    of_pages_too = ((Ops, reference), (PageOps, page_reference))
     launched = {
-        name: device.launch(getattr(reference, name))
-        for name in dir(Ops)
-        if not name.startswith("_") and hasattr(reference, name)
+        name: device.launch(getattr(module, name))
+        for contract, module in of_pages_too
+        for name in dir(contract)
+        if not name.startswith("_")
     }
 
     def asks(name: str, known: Callable[..., bool]) -> Callable[..., Any]:
@@ -108,6 +112,7 @@ def kernels(device: Any) -> Ops:
         return batch.max_pages is not None and out is not None
 
     found: Any = SimpleNamespace(**launched)
+    found.of_method = lambda package: found  # those of all methods
     for name, known in (
         ("add_key_mass", of_mass),
         ("paged_attention", of_attention),

@@ -24,6 +24,7 @@ from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.gather import KeyMass
+from vllm_pyramid.methods.pages.kernels import triton as page_triton
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
@@ -58,6 +59,9 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
+TRITON = (triton_ops, triton_lanes, page_triton)
+
+
 class Launched(Host):
     """Launches Triton's kernel, which does nothing, and runs the reference."""
 
@@ -65,7 +69,7 @@ class Launched(Host):
         if function is vllms_attention:
             return function
         name = function.__name__.replace("_reference", "")
-        kernel = getattr(triton_ops, name, None) or getattr(triton_lanes, name)
+        (kernel,) = (getattr(one, name) for one in TRITON if hasattr(one, name))
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if name != "reshape_and_cache":  # vLLM's own does that

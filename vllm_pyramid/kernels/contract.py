@@ -14,11 +14,10 @@ only for layers whose V is in host memory: `write_rows`, `copy_pages`, `paged_at
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from vllm_pyramid.kernels.page_contract import PageOps
 from vllm_pyramid.kernels.records import (
     AttentionBatch,
     Choosers,
@@ -30,9 +29,9 @@ from vllm_pyramid.kernels.records import (
 from vllm_pyramid.kernels.shared_contract import SharedOps
 
 
-class Ops(PageOps, SharedOps, Protocol):
-    """The kernels of one device type; a module implements it. `PageOps` adds page selection,
-    `SharedOps` shared prefixes.
+class Ops(SharedOps, Protocol):
+    """The kernels of one device type; a module implements it. `SharedOps` adds shared prefixes, and
+    `of_method` finds the kernels that one method alone has.
 
     Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists what
     it checks in addition. The reference trusts its callers and checks less. No function keeps a
@@ -41,6 +40,14 @@ class Ops(PageOps, SharedOps, Protocol):
     A back end may accept more keyword arguments, all optional: the reference takes a
     `compute_dtype`, Triton takes scratch memory and numbers of splits.
     """
+
+    def of_method(self, package: str, /) -> Any:
+        """Return a method's own kernels for this back end.
+
+        Args:
+            package: whose module `reference`, `cpu` or `triton` has them, such as
+                `vllm_pyramid.methods.pages.kernels`.
+        """
 
     def reshape_and_cache(
         self,

@@ -60,8 +60,8 @@ class AttentionBatch:
         key_cache: `[P, G, N, D]`.
         value_cache: `[P, G, N, D]`, possibly in another memory than the keys.
         block_table: `[>= R, M]` int32; or `[>= R, G, M]`, a list of pages for each KV head, of
-            which `seq_lens`, `skips` and positions then count the tokens (`PageSelection`). Only
-            `paged_attention` takes the latter, and no sliding window with it.
+            which `seq_lens`, `skips` and positions then count the tokens (`methods/pages/`).
+            Only `paged_attention` takes the latter, and no sliding window with it.
         query_start_loc: `[R + 1]` int32, the first query row of each request, and T.
         seq_lens: `[R]` int32, tokens of each request, the new ones and the skipped ones included.
         skips: `[R]` int32, the first visible position; 0 if nothing was evicted.

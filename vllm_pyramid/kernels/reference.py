@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_pyramid.kernels.gather_tokens import gather_scaled, gather_tokens
+from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.records import FP8_DTYPES, RecentBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.reference_attention import paged_attention
 from vllm_pyramid.kernels.reference_mass import (
@@ -23,7 +24,6 @@ from vllm_pyramid.kernels.reference_mass import (
     check_some_requests,
     with_sinks,
 )
-from vllm_pyramid.kernels.reference_pages import score_pages, select_pages, summarise_pages
 from vllm_pyramid.kernels.reference_shared import shared_attention
 from vllm_pyramid.kernels.reference_topn import topn_attention
 
@@ -32,18 +32,18 @@ __all__ = [
     "compact",
     "copy_pages",
     "gather_tokens",
+    "of_method",
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
-    "score_pages",
     "select",
-    "select_pages",
     "shared_attention",
-    "summarise_pages",
     "topn_attention",
     "window_scores",
     "write_rows",
 ]
+
+of_method = of_back_end("reference")
 
 
 def reshape_and_cache(

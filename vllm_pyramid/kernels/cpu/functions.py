@@ -26,7 +26,7 @@ from vllm_pyramid.kernels.cpu.eviction import (
     window_scores,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
-from vllm_pyramid.kernels.cpu.pages import score_pages, select_pages, summarise_pages
+from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
 
 __all__ = [
@@ -36,19 +36,19 @@ __all__ = [
     "copy_pages",
     "current_isa",
     "load_error",
+    "of_method",
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
-    "score_pages",
     "select",
-    "select_pages",
     "set_isa",
     "shared_attention",
-    "summarise_pages",
     "topn_attention",
     "window_scores",
     "write_rows",
 ]
+
+of_method = of_back_end("cpu")
 
 
 def load_error() -> str:

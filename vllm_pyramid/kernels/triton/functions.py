@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference_mass import check_some_requests
 from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
@@ -22,11 +23,6 @@ from vllm_pyramid.kernels.triton.move import (
     copy_pages_kernel,
     reshape_and_cache_kernel,
     write_rows_kernel,
-)
-from vllm_pyramid.kernels.triton.page_selection_launch import (
-    score_pages,
-    select_pages,
-    summarise_pages,
 )
 from vllm_pyramid.kernels.triton.recent_mass_launch import recent_mass
 from vllm_pyramid.kernels.triton.select import select_kernel
@@ -43,19 +39,19 @@ __all__ = [
     "compact",
     "copy_pages",
     "effective_lens",
+    "of_method",
     "paged_attention",
     "recent_mass",
     "reshape_and_cache",
-    "score_pages",
     "select",
-    "select_pages",
     "shared_attention",
     "shift_block_tables_",
-    "summarise_pages",
     "topn_attention",
     "window_scores",
     "write_rows",
 ]
+
+of_method = of_back_end("triton")
 
 # Bits of the mantissa, bias of the exponent, and the largest number as the bits of a float32.
 FP8_BITS = {

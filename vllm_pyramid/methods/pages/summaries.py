@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_pyramid.methods.pages.kernels import page_ops
 from vllm_pyramid.methods.pages.trial import check_result
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Summaries:
             max_pages: of a request.
         """
         assert self._scorer.summary_kind is not None, "the scorer has a kernel"
-        inputs.ops.summarise_pages(
+        page_ops(inputs.ops).summarise_pages(
             self.rows,
             inputs.key_cache,
             table,
