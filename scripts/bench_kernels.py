@@ -44,6 +44,7 @@ from rich.progress import track
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.accumulated.kernels import cpu as mass_cpu
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels.records import (
     SUMMARY_KINDS,
@@ -156,7 +157,7 @@ def bench_decode(
             eight = replace(batch, key_cache=key, value_cache=value)
             eights[kind].append(timed(cpu.paged_attention, out, eight, softmax, log_sum_exp=lse))
         if not uneven:
-            masses.append(timed(cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
+            masses.append(timed(mass_cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
             theirs_sdpa.append(timed(sdpa, gathered[(turn + 1) % copies]))
     mine, theirs = statistics.median(ours), statistics.median(plain)
     common = (threads, types(args), head_size, group, requests, context, used / 1e6)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
 from vllm_pyramid.methods.pages.kernels import page_ops
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 
@@ -127,7 +128,7 @@ def bench_decode(requests: int, context: int, copy: Callable[[], object], copied
             )
             triton_ops.paged_attention(outs[i], batch, softmax, workspace=workspace)
             if with_mass:
-                triton_ops.add_key_mass(masses[i], batch, softmax, workspace=workspace)
+                mass_triton.add_key_mass(masses[i], batch, softmax, workspace=workspace)
 
     plain, with_mass = capture(lambda: decode(False)), capture(lambda: decode(True))
     for length in (context, context - 5):  # replays read the lengths of the day

@@ -16,6 +16,7 @@ import pytest
 import torch
 from vllm.model_executor.models.llama import LlamaModel
 
+from tests.kernels.every_kernel import contracts_of
 from tests.plans import THINS
 from tests.plumbing.stand_ins import LateCopies
 from tests.pretended_device import data_of
@@ -31,8 +32,6 @@ from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
-from vllm_pyramid.methods.pages.kernels import reference as page_reference
-from vllm_pyramid.methods.pages.kernels.contract import PageOps
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -72,12 +71,8 @@ def vllms_attention(*args: Any) -> None:
 
 def kernels(device: Any) -> Ops:
     """Return the reference, which requires the arguments that spare CUDA's kernels a read-back."""
-    of_pages_too = ((Ops, reference), (PageOps, page_reference))
     launched = {
-        name: device.launch(getattr(module, name))
-        for contract, module in of_pages_too
-        for name in dir(contract)
-        if not name.startswith("_")
+        name: device.launch(getattr(module, name)) for _, module, name in contracts_of(reference)
     }
 
     def asks(name: str, known: Callable[..., bool]) -> Callable[..., Any]:

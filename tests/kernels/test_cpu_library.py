@@ -15,26 +15,18 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.kernels.every_kernel import contracts_of
 from tests.plumbing.reference_time import ReferenceTime
 from vllm_pyramid import kernels as ops
 from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
-from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
-from vllm_pyramid.methods.pages.kernels import reference as page_reference
-from vllm_pyramid.methods.pages.kernels.contract import PageOps
 
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = [
-    (contract, module, name)
-    for contract, modules in ((Ops, (cpu, reference)), (PageOps, (page_cpu, page_reference)))
-    for module in modules
-    for name in dir(contract)
-    if not name.startswith("_")
-]
+REFERENCES = [(*found, True) for found in contracts_of(reference)]
+FUNCTIONS = [*((*found, False) for found in contracts_of(cpu)), *REFERENCES]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,14 +45,16 @@ def test_library_was_built() -> None:
     assert cpu.current_isa() in cpu_library.ISAS
 
 
-@pytest.mark.parametrize(("contract", "module", "name"), FUNCTIONS)
-def test_signatures_are_the_contract(contract: type, module: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(("contract", "module", "name", "is_reference"), FUNCTIONS)
+def test_signatures_are_the_contract(
+    contract: type, module: ModuleType, name: str, is_reference: bool
+) -> None:
     """Compare parameters exactly; only the reference has one more, its `compute_dtype`."""
     wanted = inspect.signature(getattr(contract, name)).parameters
     found = inspect.signature(getattr(module, name)).parameters
     assert [*found.values()][: len(wanted) - 1] == [*wanted.values()][1:]
     extra = [*found][len(wanted) - 1 :]
-    assert extra in ([], ["compute_dtype"] if module in (reference, page_reference) else [])
+    assert extra in ([], ["compute_dtype"] if is_reference else [])
 
 
 def test_variable_forces_the_instruction_set() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax
+from tests.kernels.every_kernel import cpu, reference
+from vllm_pyramid.kernels.records import Reduction, Softmax
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.kernels.records import SUMMARY_ROWS, PageBatch
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

@@ -13,20 +13,27 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.every_kernel import cpu
 from tests.kernels.pages import build_pages
 from vllm_pyramid.kernels.cpu import attention as cpu_attention
 from vllm_pyramid.kernels.cpu import checks as cpu_checks
 from vllm_pyramid.kernels.cpu import eviction as cpu_eviction
-from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
 from vllm_pyramid.kernels.cpu import structs as cpu_records
-from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.accumulated.kernels import cpu as mass_cpu
+from vllm_pyramid.methods.host_values.kernels import cpu as value_cpu
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels.records import PageSelection
+from vllm_pyramid.methods.thinning.kernels import cpu as recent_cpu
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 
 HEADER = Path(__file__).parents[2] / "csrc" / "cpu" / "abi.h"
+
+# All that pack records.
+MODULES = (cpu_attention, cpu_eviction, mass_cpu, value_cpu, page_cpu, recent_cpu)
 
 
 def test_the_largest_head_size_is_the_librarys() -> None:
@@ -111,7 +118,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(record: type[ctypes.Structure], function: Any, *inputs: Any, **options: Any) -> Any:
         seen: list[bytes] = []
-        for module in (cpu_attention, cpu_eviction, page_cpu):
+        for module in MODULES:
             monkeypatch.setattr(module, "run", lambda name, bytes_: seen.append(bytes_))
         function(*inputs, **options)
         return record.from_buffer_copy(seen[0])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.every_kernel import cpu, reference
 from tests.kernels.pages import Pages, build_pages
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels import reference as page_reference

@@ -17,14 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 from triton.runtime import jit
 
+from tests.kernels.every_kernel import triton_ops
 from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies, vllms_attention
 from vllm_pyramid.attention import backend_cuda
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
-from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.methods.pages.kernels import triton as page_triton
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
@@ -59,9 +58,6 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-TRITON = (triton_ops, triton_lanes, page_triton)
-
-
 class Launched(Host):
     """Launches Triton's kernel, which does nothing, and runs the reference."""
 
@@ -69,7 +65,7 @@ class Launched(Host):
         if function is vllms_attention:
             return function
         name = function.__name__.replace("_reference", "")
-        (kernel,) = (getattr(one, name) for one in TRITON if hasattr(one, name))
+        kernel = getattr(triton_ops, name, None) or getattr(triton_lanes, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if name != "reshape_and_cache":  # vLLM's own does that

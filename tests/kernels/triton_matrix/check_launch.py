@@ -19,22 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
 from tests.kernels.arguments import check_no_requests
-from vllm_pyramid.kernels.contract import Ops
-from vllm_pyramid.kernels.records import (
-    AttentionBatch,
-    Choosers,
-    RecentBatch,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
-from vllm_pyramid.kernels.triton import functions as triton_ops
+from tests.kernels.every_kernel import contracts_of, shared_triton, triton_ops
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
-from vllm_pyramid.kernels.triton.topn_launch import workspace_cells
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
-from vllm_pyramid.methods.pages.kernels.contract import PageOps
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
@@ -289,15 +282,7 @@ def test_lists_of_heads_are_checked(launches):
     assert not launches
 
 
-CALLS = [
-    (contract, module, name)
-    for contract, module in ((Ops, triton_ops), (PageOps, page_triton))
-    for name in dir(contract)
-    if not name.startswith("_")
-]
-
-
-@pytest.mark.parametrize(("contract", "module", "name"), CALLS)
+@pytest.mark.parametrize(("contract", "module", "name"), contracts_of(shared_triton))
 def test_every_call_of_the_contract_is_accepted(contract, module, name):
     """Compare parameters: the engine calls every back end with the same arguments."""
     ours = inspect.signature(getattr(module, name)).parameters
