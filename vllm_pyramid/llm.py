@@ -25,6 +25,8 @@ class LLM(vllm.LLM):
         kv_budget: prompt tokens kept, averaged over layers and KV heads: `512` or `"12%"`.
         kv_min_tokens: the floor of percentage budgets (256): shorter prompts are kept whole.
         kv_policy_args: changes to the policy's parameters, such as `{"beta": 14}`.
+        kv_evict: when prompts are evicted: `"always"` (the default), at their ends, or
+            `"pressure"`, only when the pool lacks blocks.
         kv_trace: folder for the kept positions of every request.
         kv_swap_space: GiB of host memory for V, for policies that keep it there (`kcache`).
         kv_admission: when a waiting prompt is admitted: `"forecast"` (if it is expected to run long
@@ -54,6 +56,7 @@ class LLM(vllm.LLM):
         kv_budget: int | str | None = None,
         kv_min_tokens: int | None = None,
         kv_policy_args: dict[str, Any] | None = None,
+        kv_evict: str | None = None,
         kv_trace: str | None = None,
         kv_swap_space: float | None = None,
         kv_admission: str | None = None,

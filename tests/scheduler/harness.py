@@ -37,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.beside import FIRST_LAYER, Beside, compute, seen
 from vllm_pyramid.compat.side_channel import (
+    LEVELS,
     PREFIXES,
     SESSIONS,
     TIER,
@@ -50,11 +51,12 @@ from vllm_pyramid.compat.side_channel import (
 )
 from vllm_pyramid.kv_cache.bundle_file import write_file
 from vllm_pyramid.kv_cache.spec import HeadKVCacheSpec, KeyOnlyKVCacheSpec, LayerKVCacheSpec
-from vllm_pyramid.plan import DeferredPlan, EvictionPoint
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint, LateEviction, LevelPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
+from vllm_pyramid.step.step import Step
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
@@ -371,6 +373,7 @@ class PlainWorker:
     ended: dict[str, Row] = field(default_factory=dict)
     salts: dict[str, str] = field(default_factory=dict)  # of requests: workers are not told
     num_evictions: int = 0
+    num_ordered: int = 0
     num_adopted: int = 0  # tokens
     num_adopted_beside: int = 0  # tokens, of layers that do not evict
     num_resumed_beside: int = 0  # of these with a state
@@ -424,6 +427,9 @@ class PlainWorker:
         for slot, blocks in of_host.loaded:
             self.memory_PN[self._of_layers(blocks)] = self.host_SLN[slot, : len(blocks)]
             self.num_loaded += 1
+        for request_id, order in messages.get(LEVELS, {}).items():
+            if (plan := self.tracker.order(request_id, order.levels)) is not None:
+                self._carry_out(self.rows[request_id], plan.levels[order.levels[-1]], order)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         request_ids = list(output.num_scheduled_tokens)
@@ -482,6 +488,8 @@ class PlainWorker:
                 step.evictions.tokens_done[index] = (end - previous_skips - kept_lens).sum()
                 self.num_evictions += bool(step.evictions.tokens_done[index])
         drafts = output.scheduled_spec_decode_tokens
+        losses = self._losses(step)
+        evictions, reports = self.tracker.end_step()
         return attach_report(
             ModelRunnerOutput(
                 req_ids=request_ids,
@@ -493,8 +501,28 @@ class PlainWorker:
                     for index, (request_id, row) in enumerate(zip(request_ids, rows, strict=True))
                 ],
             ),
-            StepReport(*self.tracker.end_step(), {}, 0),
+            StepReport(evictions, reports | ({LEVELS: losses} if losses else {}), {}, 0),
         )
+
+    def _losses(self, step: Step) -> dict[str, list[float]]:
+        """Any shares that levels might lose of the prompts that end in this step."""
+        found = {}
+        rows = [] if step.evictions is None else step.evictions.rows.tolist()
+        for row in rows:
+            plan = step.requests[row].plan
+            if isinstance(plan, LevelPlan):
+                losses = sorted(self.random.random() for _ in plan.levels)
+                found[step.requests[row].request_id] = losses
+        return found
+
+    def _carry_out(self, row: Row, point: EvictionPoint, order: LateEviction) -> None:
+        """Evict a request to a level that was ordered; its answer stays where it is."""
+        before = np.zeros_like(point.skip) if row.skip is None else row.skip
+        for layer, (first, blocks) in enumerate(zip(before.tolist(), order.blocks, strict=True)):
+            size = self.setup.block_sizes[layer]
+            assert blocks == row.tables[layer][first // size : cdiv(point.computed, size)]
+        self._evict(row, point.computed, before, point.held, since=row.computed)
+        self.num_ordered += 1
 
     def _of_layers(self, blocks: Sequence[int]) -> np.ndarray:
         """Where blocks of a slot are: a block of each layer, in the pool of its stage."""
@@ -696,13 +724,27 @@ class PlainWorker:
                 source = row.tables[layer][index]
                 self.memory_PN[start + next(places)] = self.memory_PN[start + source]
 
-    def _evict(self, row: Row, end: int, previous_skips: np.ndarray, kept_lens: np.ndarray) -> None:
+    def _evict(
+        self,
+        row: Row,
+        end: int,
+        previous_skips: np.ndarray,
+        kept_lens: np.ndarray,
+        since: int | None = None,
+    ) -> None:
+        """Move random survivors.
+
+        Args:
+            since: tokens that were computed before the eviction; None: `end`.
+        """
         row.skip = end - kept_lens
         if (row.skip > previous_skips).any():
-            row.history.append((end, row.skip.tolist()))
+            row.history.append((end if since is None else since, row.skip.tolist()))
         for layer, (before, held) in enumerate(
             zip(previous_skips.tolist(), kept_lens.tolist(), strict=True)
         ):
+            if held == end - before:
+                continue
             kept = np.array(sorted(self.random.sample(range(before, end), held)), np.int64)
             moved = self.memory_PN[self._slots(row, layer, kept)]
             tail = np.arange(end - held, end)

@@ -52,6 +52,7 @@ from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved.scheduler import SampledShares
 from vllm_pyramid.plan import (
     DeferredPlan,
+    LevelPlan,
     Plan,
     RetentionPlan,
     least_given_back,
@@ -347,9 +348,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request.num_computed_tokens - request.num_in_flight_tokens
                 >= request.num_prompt_tokens
             ):
-                assert self.coordinator.plans.has_evicted(name) == self.plans[name].evicts, (
-                    "freed late"
-                )
+                evicts = self.plans[name].evicts and not self.plans[name].waits_for_orders
+                has_evicted = self.coordinator.plans.has_evicted(name)
+                assert has_evicted == evicts or self.plans[name].waits_for_orders, "freed late"
                 self.check_freed(name, request.num_computed_tokens - request.num_in_flight_tokens)
             self.check_chunk(name, began.get(name, before[name]), scheduled)
         for name, count in preemptions.items():
@@ -368,6 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen["evicted later again"] += again and eviction.number > end
             self.seen["evicted inside again"] += again and eviction.number < end
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
+        self.seen["ordered"] += self.worker.num_ordered > 0
         self.seen["copied"] += self.worker.num_copied > 0
         self.seen["left behind"] += self.worker.num_left > 0
         self.seen["resumed"] += self.worker.num_resumed > 0
@@ -403,7 +405,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 known = row, places, self.worker.memory_PN[places], before
             _, places, tags, before = looked_at[id(row)] = known
             assert (self.worker.memory_PN[places] == tags).all(), "a row was written into"
-            assert before is None or before in pool.bundles
+            # An order may take the row before, which its request had alone.
+            is_taken = self.worker.num_ordered > 0
+            assert before is None or before in pool.bundles or is_taken
             beside = row.hash[HASH_BYTES:]
             if len(self.coordinator.prefixes.kinds) > 1 and beside:
                 self.seen["to the end"] += 1
@@ -500,6 +504,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_freed(self, name: str, processed: int) -> None:
         """By the blocks that it has given back, a request keeps to its later evictions too."""
         plan = self.plans[name]
+        record = self.coordinator.plans.records[name]
+        if plan.waits_for_orders:
+            assert record.released == record.confirmed, "freed late"
+            self.seen["ordered again"] += record.released > 1
+            self.seen["kept whole"] += not record.released
         if isinstance(plan, RetentionPlan) and (plan.every or plan.inner):
             number = plan.evictions_by(processed)
             released = self.coordinator.plans.records[name].released
@@ -602,13 +611,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             resolved = self.coordinator.plans.confirmed(name)
             if self.coordinator.plans.has_evicted(name):
                 number = self.coordinator.plans.records[name].released
-                kept = resolved if isinstance(plan, DeferredPlan) else plan
+                is_open = isinstance(plan, DeferredPlan) or plan.waits_for_orders
+                kept = resolved if is_open else plan
                 assert isinstance(kept, RetentionPlan)
                 expected -= kept.skip_after(number) // block_sizes
             self.check_held(name, request, expected)
             if resolved is not None:
                 if isinstance(plan, DeferredPlan):
                     self.check_promise(plan, resolved)
+                elif isinstance(plan, LevelPlan):
+                    places = [plan.levels.index(point) for point in resolved.points]
+                    assert places == sorted(set(places)), "a level that keeps more than before"
                 else:
                     assert resolved is plan
                 assert plan.evicts and processed >= plan.exact_tokens
@@ -699,6 +712,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert not scheduler.running and not scheduler.waiting
         assert not any(s._of_request or s._averaged for s in self.sampled)
+        pressure = scheduler.pyramid.pressure
+        assert pressure is None or not (pressure._requests or pressure.is_pending)
         assert scheduler.pyramid.chunks.admission is None or not len(
             scheduler.pyramid.chunks.admission.table
         )
@@ -1235,6 +1250,37 @@ VARIANTS |= {
     "sync-forecast-heads-solved": Setup(lanes=2, admission="forecast", **ADAPTIVE, **SMALL),
 }
 
+# Evictions that the scheduler orders when the pool lacks blocks.
+PRESSURE: dict[str, Any] = {
+    "policy_args": (
+        ("window", 6),
+        ("schedule", "pressure"),
+        ("schedule.levels", ("70%", "45%")),
+    ),
+    "admission": "forecast",
+}
+VARIANTS |= {
+    "sync-pressure": Setup(**PRESSURE, **SMALL),
+    "async-pressure": Setup(asynchronous=True, **PRESSURE),
+    "async-v2-pressure-at-once": Setup(
+        asynchronous=True,
+        runner_v2=True,
+        reserve_full_prompt=False,
+        **{**PRESSURE, "admission": "prompt"},
+        **SMALL,
+    ),
+    "sync-shared-pressure": Setup(prefix_caching=True, priorities=True, **PRESSURE, **SMALL),
+    "async-shared-pressure-drafts": Setup(
+        prefix_caching=True, asynchronous=True, drafts=3, **PRESSURE
+    ),
+    "async-shared-pressure-host": Setup(
+        prefix_caching=True, asynchronous=True, host_slots=60, **PRESSURE, **SMALL
+    ),
+    "sync-shared-pressure-beside": Setup(
+        beside=CAUSAL, prefix_caching=True, **PRESSURE, max_num_batched_tokens=24
+    ),
+    "stages-shared-pressure": Setup(stages=(2, 1), prefix_caching=True, **PRESSURE),
+}
 
 # Fields of `Setup` that change numbers, and not which code runs.
 NUMBERS = (
@@ -1317,6 +1363,10 @@ def test_machine_sees_what_it_is_for(variant: str, seed: int) -> None:
         happenings += ["accepted", "rejected"]
     if "later" in variant:
         happenings += ["evicted later"] if forecast else ["evicted later", "evicted later again"]
+    if "pressure" in variant:
+        happenings = ["ordered", "ordered again", "kept whole", "mixed steps"]
+        happenings += ["hits"] if setup.prefix_caching else []
+        happenings += ["host loaded"] if setup.host_slots else []
     if "sampled" in variant:
         happenings.append("averaged")
     index = list(VARIANTS).index(variant)

@@ -32,6 +32,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "JSON",
         "help": 'Changes to the policy\'s parameters, for example \'{"beta": 14, "window": 16}\'.',
     },
+    "kv_evict": {
+        "metavar": "always|pressure",
+        "help": "When prompts are evicted: 'always', at their ends, or 'pressure', only when the "
+        "pool lacks blocks, and then as little as is needed, down to --kv-budget. Default: always.",
+    },
     "kv_trace": {
         "metavar": "DIR",
         "help": "Write the positions that each request keeps to DIR, one .npz file per request.",

@@ -59,6 +59,11 @@ class PolicyMetrics:
         vllm_pyramid:prefill_tiles_read_total     pairs of tiles that sparse prompts computed
         vllm_pyramid:prefill_tiles_visible_total  pairs that attention to everything would have
 
+    With `--kv-evict pressure` (labels: engine):
+        vllm_pyramid:ordered_evictions_total  evictions ordered because the pool lacked blocks
+        vllm_pyramid:ordered_to_floor_total   of these, those to the policy's budget
+        vllm_pyramid:ordered_loss_total       shares of their scores that prompts lost, summed up
+
     With a host cache (labels: engine): those of `HostCacheMetrics`.
     """
 
@@ -114,13 +119,16 @@ class PolicyMetrics:
             "Bytes of V written to host memory, and of its rows that attention read there.",
             ["engine", "direction"],
         )
-        self.pages = {
+        self.totals = {
             name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
             for name, text in (
                 ("pages_read", "Pages of the KV cache that generated tokens read."),
                 ("pages_visible", "Pages that they would have read with attention to everything."),
                 ("prefill_tiles_read", "Pairs of tiles that sparse prompts computed."),
                 ("prefill_tiles_visible", "Pairs of tiles that dense prompts would have computed."),
+                ("ordered_evictions", "Evictions ordered because the pool lacked blocks."),
+                ("ordered_to_floor", "Ordered evictions to the policy's budget."),
+                ("ordered_loss", "Shares of their scores that prompts lost by these, summed up."),
             )
         }
         self.failed_requests = Counter(
@@ -169,7 +177,7 @@ class PolicyMetrics:
             key = f"v_bytes_{direction}"
             if key in now:
                 self.v_bytes.labels(label, direction).inc(now[key] - before.get(key, 0))
-        for name, counter in self.pages.items():
+        for name, counter in self.totals.items():
             if name in now:
                 counter.labels(label).inc(now[name] - before.get(name, 0))
         for name, gauge in self.gauges.items():

@@ -4,7 +4,7 @@
 They stand in vLLM's `additional_config` under these keys, from the flags or the user's own code:
 
     {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
-     "kv_policy_args": {"beta": 14}, "kv_trace": "DIR", "kv_swap_space": 4,
+     "kv_policy_args": {"beta": 14}, "kv_evict": "pressure", "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
      "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
      "kv_turn_mode": "resume", "kv_session_ttl": 3600}
@@ -32,7 +32,8 @@ from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
-from vllm_pyramid.policy.request_keys import RESUME, parse_turn_mode
+from vllm_pyramid.policy.request_keys import EXACT, RESUME, parse_turn_mode
+from vllm_pyramid.policy.schedules import PromptEndSchedule
 from vllm_pyramid.policy.served_settings import (
     DEFAULT_SESSION_TTL,
     NO_POLICY,
@@ -46,6 +47,7 @@ CONFIG_KEYS = (
     "kv_budget",
     "kv_min_tokens",
     "kv_policy_args",
+    "kv_evict",
     "kv_trace",
     "kv_swap_space",
     "kv_admission",
@@ -68,6 +70,8 @@ SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
+# When prompts are evicted: as the policy's schedule says, or only if the pool lacks blocks.
+ALWAYS, PRESSURE = "always", "pressure"
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class KVSettings:
         kv_min_tokens: the floor of percentage budgets, so shorter prompts are kept whole; None for
             the preset's own, or `DEFAULT_MIN_TOKENS`.
         kv_policy_args: changes to the preset (see `load_policy`).
+        kv_evict: `pressure` to evict prompts only when the pool lacks blocks; None or `always` for
+            the policy's own schedule.
         kv_trace: folder for one `.npz` file per request with the kept positions; None for no trace.
         kv_swap_space: GiB of host memory that each worker allocates for V at most, for policies
             with V on the host; None for as much as the device's KV cache, the upper limit.
@@ -107,6 +113,7 @@ class KVSettings:
     kv_budget: str | int | None = None
     kv_min_tokens: int | str | None = None
     kv_policy_args: dict[str, Any] = field(default_factory=dict)
+    kv_evict: str | None = None
     kv_trace: str | None = None
     kv_swap_space: float | str | None = None
     kv_admission: str | None = None
@@ -128,6 +135,8 @@ class KVSettings:
             raise ValueError(
                 f"kv_policy must be the name of a policy or a path, not {self.kv_policy!r}"
             )
+        if self.kv_evict not in (None, ALWAYS, PRESSURE):
+            raise ValueError(f"kv_evict must be {ALWAYS} or {PRESSURE}, not {self.kv_evict!r}")
         if self.kv_trace is not None and not (isinstance(self.kv_trace, str) and self.kv_trace):
             raise ValueError(f"kv_trace must be the path of a folder, not {self.kv_trace!r}")
         if self.kv_admission is not None and self.kv_admission not in ADMISSIONS:
@@ -249,6 +258,9 @@ class KVSettings:
     @cached_property
     def _loaded_policy(self) -> Policy:
         policy = load_policy(self.kv_policy, self.kv_budget, self.kv_policy_args)
+        if self.kv_evict is not None and _needs_schedule(policy, self.kv_evict):
+            changes = {**self.kv_policy_args, "schedule": PRESSURE}
+            policy = load_policy(self.kv_policy, self.kv_budget, changes)
         floor = self.kv_min_tokens
         if floor is None and policy.min_tokens is None:
             floor = DEFAULT_MIN_TOKENS
@@ -294,9 +306,29 @@ class KVSettings:
             host_cache_bytes=bytes_of(self.kv_host_cache),
             host_cache_dir=self.kv_host_cache_dir,
             host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),
-            turn_mode=self.kv_turn_mode or RESUME,
+            turn_mode=self.kv_turn_mode or (EXACT if policy.schedule.budgets_above else RESUME),
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
             shadow=parse_share(self.kv_shadow, "kv_shadow"),
             shadow_floor=parse_share(self.kv_shadow_floor, "kv_shadow_floor"),
         )
+
+
+def _needs_schedule(policy: Policy, evict: str) -> bool:
+    """Return whether a policy needs the schedule `pressure` to evict as `kv_evict` says.
+
+    Raises:
+        ValueError: it has a schedule that does not go with it.
+    """
+    waits = bool(policy.schedule.budgets_above)
+    if evict == ALWAYS and waits:
+        raise ValueError(
+            f"policy {policy.name!r} has the schedule {policy.schedule.kind!r}, so it does not "
+            "always evict: leave kv_evict out, or the schedule"
+        )
+    if evict == PRESSURE and not (waits or isinstance(policy.schedule, PromptEndSchedule)):
+        raise ValueError(
+            f"policy {policy.name!r} evicts by its schedule {policy.schedule.kind!r}, also while "
+            "it generates: choose a policy that evicts prompts, such as auto, or leave kv_evict out"
+        )
+    return evict == PRESSURE and not waits

@@ -85,6 +85,7 @@ class BundlePool(BlockPool):
         twins: bundles in use whose hash is another bundle's, by hash.
         bundle_counts: `BlockBundle.counts` of every bundle with a hash and blocks of all layers.
         tier: what is below the pool.
+        has_gaps: whether a request may have taken bundles that others in the pool continue.
     """
 
     bundle_counts: tuple[int, ...] = ()
@@ -98,11 +99,16 @@ class BundlePool(BlockPool):
         self.twins: dict[BlockHash, list[BlockBundle]] = {}
         self._idle_blocks = 0
         self.tier = Tier()
+        self.has_gaps = False
 
     # Bundles ----------------------------------------------------------------------------------
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> int:
         """Return how many of these hashes, each of which continues the one before, are cached."""
+        if self.has_gaps:
+            return next(
+                (n for n, name in enumerate(hashes) if name not in self.bundles), len(hashes)
+            )
         return bisect_left(hashes, True, key=lambda block_hash: block_hash not in self.bundles)
 
     def publish(

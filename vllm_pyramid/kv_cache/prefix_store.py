@@ -232,6 +232,8 @@ class PrefixStore(CacheStore[PrefixHit]):
         record = self._records.get(request_id)
         if record is None:
             return
+        if record.is_ordered:
+            return
         if self._stock_groups:
             self._stock_groups.note(request, num_computed_tokens, record.terms.suffix)
         if record.released:
@@ -287,11 +289,35 @@ class PrefixStore(CacheStore[PrefixHit]):
             for kind in self.kinds
         ]
 
+    def shared_with_others(self, request_id: str) -> int:
+        """Return how many bundles of a request others have, too: the first of its tables."""
+        bundles = self.of(request_id).bundles[self.cache]
+        count = len(bundles)
+        while count and bundles[count - 1].refs == 1:
+            count -= 1
+        return count
+
     def findable_tokens(self, request_id: str) -> int:
         """Return the tokens of a request that others find, or will find when it has evicted."""
         pending = self.evicted.pending.get(request_id)
         copied = 0 if pending is None else len(pending.hashes)
         return (self.num_bundles(request_id) + copied) * self.cache.tokens
+
+    def claim(self, request_id: str, first: int) -> None:
+        """Make the bundles of a request from number `first` on its own, before it writes to them.
+
+        Nobody finds them from now on, nor what the step being scheduled computes. The tier below
+        keeps a copy of those that are computed.
+        """
+        self._pool.has_gaps = True
+        self._published_from.pop(request_id, None)
+        self._stock_groups.forget_noted(request_id)
+        for kind, bundles in self.of(request_id).bundles.items():
+            for bundle in bundles[first:]:
+                if bundle.scheduled:
+                    self._pool.tier.store(bundle)
+            kind.withdraw(request_id, bundles[first:])
+            del bundles[first:]
 
     # Leaving --------------------------------------------------------------------------------------
 

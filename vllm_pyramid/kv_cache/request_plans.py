@@ -44,11 +44,11 @@ class RequestPlans:
         if not record.num_blocks:
             del self.records[request_id]
             return
-        record.terms, record.due = replace(record.terms, plan=None), None
+        record.terms, record.plan, record.due = replace(record.terms, plan=None), None, None
 
     def of(self, request_id: str) -> Plan:
-        """Return the plan that the request came with."""
-        plan = self.records[request_id].terms.plan
+        """Return the plan that the request follows."""
+        plan = self.records[request_id].plan
         assert plan is not None, f"{request_id} has no plan"
         return plan
 
@@ -62,11 +62,11 @@ class RequestPlans:
         record = self.records.get(request_id)
         if record is None or not record.num_blocks:
             return  # finished, or preempted while the step ran; it will evict again
-        plan = record.terms.plan
+        plan = record.plan
         if plan is None or not plan.evicts:
             return
         resolved, before = record.resolved, record.confirmed
-        if resolved is None or eviction.keep is not None:
+        if resolved is None or eviction.keep is not None or record.is_ordered:
             resolved = _resolve(request_id, plan, eviction.keep)
         number = eviction.number
         evicted = np.zeros_like(resolved.end.skip)
@@ -80,8 +80,14 @@ class RequestPlans:
                 "about the KV policy; report this"
             )
         record.resolved, record.confirmed = resolved, number
+        if record.is_ordered:
+            record.due = plan.prompt_len
         self._counters.num_evictions += bool(expected)
         self._counters.tokens_evicted += evicted
+
+    def order(self, request_id: str, plan: RetentionPlan) -> None:
+        """Let a request follow another plan: the workers evict to it before the next step."""
+        self.records[request_id].plan = plan
 
     def confirmed(self, request_id: str) -> RetentionPlan | None:
         """Return the plan by which the worker moved the request's survivors; None before that."""
@@ -106,7 +112,7 @@ class RequestPlans:
         Raises:
             RuntimeError: the worker had to evict by now and has not reported that it did.
         """
-        plan, resolved, confirmed = record.terms.plan, record.resolved, record.confirmed
+        plan, resolved, confirmed = record.plan, record.resolved, record.confirmed
         assert plan is not None
         if resolved is None and isinstance(plan, RetentionPlan):
             resolved = plan  # perhaps it had nothing to give yet, and so nothing to report

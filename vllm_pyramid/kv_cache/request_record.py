@@ -53,6 +53,7 @@ class SchedulerRequest:
 
     Attributes:
         terms: what the request came with.
+        plan: its plan now: that of `terms`, or what it has been ordered to keep since it started.
         found: what it could begin with, as last looked up, until it begins.
         num_blocks: entries of its longest tables, null blocks included.
         tables: `[layers]` its tables in the layers' managers, once they have grown: looking all of
@@ -64,6 +65,7 @@ class SchedulerRequest:
     """
 
     terms: RequestTerms = RequestTerms()
+    plan: Plan | None = None
     found: Found | None = None
     num_blocks: int = 0
     tables: list[list[KVCacheBlock]] = field(default_factory=list)
@@ -76,4 +78,10 @@ class SchedulerRequest:
     def at_start(cls, terms: RequestTerms) -> SchedulerRequest:
         """Make the record of a request that holds nothing: a new or a preempted one."""
         plan = terms.plan
-        return cls(terms, due=plan.exact_tokens if plan is not None and plan.evicts else None)
+        evicts = plan is not None and plan.evicts and not plan.waits_for_orders
+        return cls(terms, plan, due=plan.exact_tokens if plan is not None and evicts else None)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it has been ordered to evict: what it computes since is not the full cache's."""
+        return self.plan is not self.terms.plan

@@ -145,6 +145,10 @@ class StockGroups:
         if self._shares and request_id in self.groups[0].tables:
             self._noted[request_id] = Computed(request.block_hashes, suffix, tokens)
 
+    def forget_noted(self, request_id: str) -> None:
+        """Let nobody find what the step being scheduled computes of a request."""
+        self._noted.pop(request_id, None)
+
     def publish_noted(self) -> None:
         """Let later steps find what this step computes."""
         for request_id, computed in self._noted.items():

@@ -51,6 +51,7 @@ class DeferredPlan:
     pieces: ClassVar[tuple[Piece, ...]] = ()
     in_pieces: ClassVar[bool] = False
     is_deferred: ClassVar[Literal[True]] = True
+    waits_for_orders: ClassVar[bool] = False
     # A prompt counts as one that gives slots back until its lengths are decided.
     evicts: ClassVar[Literal[True]] = True
     # Before that nothing can be promised to others.

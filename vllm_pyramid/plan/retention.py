@@ -44,6 +44,7 @@ class RetentionPlan:
     pieces: tuple[Piece, ...] = ()
     whole: npt.NDArray[np.bool_] | None = None
     is_deferred: ClassVar[Literal[False]] = False
+    waits_for_orders: ClassVar[bool] = False
     exact: ClassVar[bool] = True
 
     @property

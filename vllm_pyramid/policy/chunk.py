@@ -194,6 +194,10 @@ class EvictionPoints(Chunk):
             Feature.SHADOW: f"{inside}, so prompts that are held whole may not fit",
         }
 
+    @property
+    def works_with_orders(self) -> bool:
+        return not self.tokens
+
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         """Return what a scorer of its own gathers between points."""
         inner = policy.inner_policy

@@ -136,6 +136,14 @@ class Component(BaseModel):
         """Return whether all of a block is in one page of the device, which is copied with it."""
         return True
 
+    @property
+    def works_with_orders(self) -> bool:
+        """Return whether evictions may come later than they are scored (`PressureSchedule`).
+
+        That is so where the part does nothing in a worker, whose hooks follow evictions.
+        """
+        return type(self).worker_hooks is Component.worker_hooks
+
     # When an engine starts or a request comes ---------------------------------------------------
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:

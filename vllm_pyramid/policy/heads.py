@@ -48,6 +48,10 @@ class Heads(Component):
             Feature.KV_KEEP: "what its KV heads keep does not grow with the spans",
         }
 
+    @property
+    def works_with_orders(self) -> bool:
+        return not self.splits and super().works_with_orders
+
     def lanes(self, num_kv_heads: int) -> int:
         """Return the lanes of a layer with `num_kv_heads` KV heads."""
         return num_kv_heads if self.splits else 1

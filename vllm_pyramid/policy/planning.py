@@ -16,6 +16,7 @@ import numpy as np
 from vllm_pyramid.plan import (
     Budget,
     IntArray,
+    LevelPlan,
     Plan,
     RetentionPlan,
     affordable,
@@ -50,6 +51,8 @@ def plan_prompt(
         assert not turns, "refused by the part's `unsupported`"
         return of_heads
     plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
+    if above := policy.schedule.budgets_above:
+        return _level_plan(policy, plan, num_layers, block_size, above)
     if not turns:
         return policy.chunk.plan(policy, plan)
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
@@ -57,6 +60,23 @@ def plan_prompt(
     evicting = list(compress(turns, may_evict))
     points = policy.allocator.ends(policy, evicting, num_layers, block_size, budget)
     return with_turns(plan, points, policy.min_turn, ends_with_eviction=may_end)
+
+
+def _level_plan(
+    policy: Policy, floor: Plan, num_layers: int, block_size: int, above: Sequence[Budget]
+) -> Plan:
+    """Return the plan of a prompt that is evicted in steps down to `floor`, when that is ordered.
+
+    Args:
+        above: the budgets of the steps before the last one.
+    """
+    assert isinstance(floor, RetentionPlan), "refused by `Heads.works_with_orders` and its like"
+    plans = (
+        policy.allocator.plan(policy, floor.prompt_len, num_layers, block_size, budget)
+        for budget in (Budget(tokens=max(floor.prompt_len, 1)), *above)
+    )
+    whole, *levels = [plan.estimate().end for plan in plans]
+    return LevelPlan.of(whole, [*levels, floor.end])
 
 
 def reusable_tokens(policy: Policy, plan: Plan) -> int | None:

@@ -8,18 +8,24 @@ Eviction 1 is the prompt's end; the others follow every `interval` tokens, or ne
 lengths are pure functions of the prompt's plan and the number of computed tokens, so the scheduler
 and every worker agree without a message, and a preempted request evicts at the same points when it
 is computed again.
+
+With `pressure` nothing is evicted until the pool lacks blocks; the scheduler then orders evictions
+(`scheduler/pressure.py`), which the workers carry out before a step (`worker/late_evictions.py`).
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from vllm_pyramid.plan import EvictionPoint, IntArray
+from vllm_pyramid.plan import Budget, EvictionPoint, IntArray
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
+
+if TYPE_CHECKING:
+    from vllm_pyramid.policy.policy import Policy
 
 
 class Schedule(Component):
@@ -35,6 +41,12 @@ class Schedule(Component):
     def every(self) -> int:
         """Tokens between two evictions; 0 if the prompt's end is the only one."""
         return 0
+
+    @property
+    def budgets_above(self) -> tuple[Budget, ...]:
+        """The budgets of levels above the policy's own, from the most tokens to the fewest; none
+        where evictions wait for no orders."""
+        return ()
 
     @property
     def works_in_every_step(self) -> bool:
@@ -94,3 +106,55 @@ class IntervalSchedule(Schedule):
     @property
     def every(self) -> int:
         return self.interval
+
+
+class PressureSchedule(Schedule):
+    """Evict a prompt only when the pool lacks blocks, as little as is needed.
+
+    At the prompt's end every token gets a level, from the scores that the other schedules evict by.
+    When blocks are missing, the scheduler orders requests to a level: those that lose the smallest
+    share of their scores for each block. A request keeps the policy's budget at least. Tokens of an
+    answer are never evicted.
+
+    Attributes:
+        levels: budgets above the policy's own, as shares of the prompt.
+    """
+
+    kind: Literal["pressure"] = "pressure"
+    levels: tuple[str, ...] = ("50%", "25%")
+
+    @field_validator("levels")
+    @classmethod
+    def _parsed(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        shares = [Budget.parse(one).percent for one in value]
+        known = [share for share in shares if share is not None]
+        if len(known) < len(shares) or known != sorted(set(known), reverse=True):
+            raise ValueError("levels are shares of the prompt that fall, such as 50% and 25%")
+        return value
+
+    @property
+    def budgets_above(self) -> tuple[Budget, ...]:
+        return tuple(Budget.parse(one) for one in self.levels)
+
+    @property
+    def unsupported(self) -> Unsupported:
+        return {
+            Feature.KV_TURNS: "it evicts when blocks are missing, not where a turn ends",
+            Feature.TRACE: "what a request keeps is not known at its prompt's end",
+            Feature.SHADOW: "an answer may be evicted from at any token, or not at all",
+        }
+
+    def check(self, policy: Policy) -> None:
+        """Refuse parts that look at a request as it evicts, and lengths that scores decide."""
+        if not policy.evicts:
+            raise ValueError(
+                f"policy {policy.name!r} keeps every token, so the schedule pressure (--kv-evict "
+                "pressure) has no effect: choose a policy that evicts"
+            )
+        for part in policy.parts:
+            if part is not self and not part.works_with_orders:
+                raise ValueError(
+                    f"policy {policy.name!r} cannot evict under pressure (--kv-evict pressure): "
+                    f"`{part.section}: {part.kind}` cannot evict later than it scores; choose "
+                    "auto, snapkv or pyramidkv, or leave the flag out"
+                )

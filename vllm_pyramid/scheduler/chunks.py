@@ -10,6 +10,7 @@ from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
+from vllm_pyramid.scheduler.pressure import Pressure
 
 
 class Chunks:
@@ -21,6 +22,7 @@ class Chunks:
 
     Args:
         engine: vLLM's scheduler.
+        pressure: orders evictions, where the policy's schedule asks for it.
 
     Attributes:
         admission: decides which prompts start; None: vLLM's own rule.
@@ -32,6 +34,7 @@ class Chunks:
         coordinator: LockstepCoordinator,
         settings: ServedSettings,
         admission: Admission | None,
+        pressure: Pressure | None = None,
     ) -> None:
         self._engine, self._coordinator, self.admission = engine, coordinator, admission
         self._stock_chunk = engine.stock_chunk
@@ -41,10 +44,21 @@ class Chunks:
         # Otherwise the pool has room for whole sequences, so no request waits for its own head.
         self._pool_may_be_smaller = policy.inner_policy is not None or policy.schedule.every > 0
         self._evicting: list[Request] = []
+        self._pressure = pressure
+        # Of this step: whether requests may wait for blocks that orders free, and the last one that
+        # was to start.
+        self._may_wait = False
+        self._starting: Request | None = None
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._evicting = []
+        self._may_wait, self._starting = False, None
+
+    def without_room(self, scheduled: dict[str, int]) -> Request | None:
+        """Return the request that was to start in the step just scheduled and got no blocks."""
+        request = self._starting
+        return None if request is None or request.request_id in scheduled else request
 
     def evicting(self, scheduled: dict[str, int]) -> list[Request]:
         """Return the requests that come to their first eviction in the step just scheduled."""
@@ -69,6 +83,11 @@ class Chunks:
         if not tokens:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
+        if self._pressure is not None and not waits:
+            if self._may_wait and self._pressure.blocks.lacks(request, computed + tokens):
+                return 0  # an order frees some; vLLM would preempt another request
+            # Not all of them: a step without tokens reports nothing.
+            self._may_wait = self._pressure.is_pending
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
             return self._stock_chunk(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator
@@ -84,6 +103,7 @@ class Chunks:
             ):
                 return 0
             if chunk or not waits:
+                self._starting = request if waits else self._starting
                 return chunk
         coordinator.blocked_request = request.request_id
         return tokens

@@ -76,7 +76,7 @@ def _request(coordinator: LockstepCoordinator, request: Request) -> dict[str, An
         shared = prefixes.num_bundles(request.request_id) * prefixes.cache.tokens
         served = record.terms.served
         policy = "" if served is None else served.policy.name
-        budget = None if record.terms.plan is None else record.terms.plan.budget_tokens
+        budget = None if record.plan is None else record.plan.budget_tokens
         host = prefixes.of(request.request_id).from_below
         if served is not None and served.policy.attend.selects:
             block_size = coordinator.layer_blocks.largest

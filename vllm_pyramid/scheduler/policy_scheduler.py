@@ -10,7 +10,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
-from vllm_pyramid.compat.side_channel import StepReport, attach_block_copies, attach_messages
+from vllm_pyramid.compat.side_channel import (
+    LEVELS,
+    StepReport,
+    attach_block_copies,
+    attach_messages,
+)
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy.fit import Pool
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -18,6 +23,7 @@ from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.chunks import Chunks
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.host_tier import add_host_tier
+from vllm_pyramid.scheduler.pressure import Pressure
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
 from vllm_pyramid.step.failures import METHOD, Failure
@@ -95,7 +101,15 @@ class PolicyScheduler:
                 lag=config.max_concurrent_batches - 1,
                 ahead=engine.num_spec_tokens + engine.num_lookahead_tokens,
             )
-        self.chunks = Chunks(engine, coordinator, settings, admission)
+        self.pressure = None
+        if self.policy.schedule.budgets_above:
+            self.pressure = Pressure(
+                coordinator,
+                steps_ahead=config.max_concurrent_batches + 1,
+                tokens_per_step=1 + engine.num_spec_tokens + engine.num_lookahead_tokens,
+            )
+            self.hooks.append(self.pressure)
+        self.chunks = Chunks(engine, coordinator, settings, admission, self.pressure)
         self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed)
         self.reports.log_capacity()
 
@@ -133,12 +147,18 @@ class PolicyScheduler:
 
     def end_step(self, output: SchedulerOutput) -> None:
         """Tell the workers what to do before the step that has just been scheduled."""
-        coordinator = self.coordinator
+        coordinator, orders = self.coordinator, None
+        if self.pressure is not None:
+            waiting = self.chunks.without_room(output.num_scheduled_tokens)
+            orders = self.pressure.orders(self._engine.running, waiting)
         coordinator.stores.mark_scheduled()
         attach_block_copies(output, coordinator.block_copies.take())
         # Last, when all requests have got the blocks that this step needs.
         evicting = self.chunks.evicting(output.num_scheduled_tokens)
-        attach_messages(output, coordinator.stores.take_messages(evicting))
+        messages = coordinator.stores.take_messages(evicting)
+        if orders:
+            messages[LEVELS] = orders
+        attach_messages(output, messages)
 
     def take_report(self, report: StepReport) -> None:
         """Record the worker's evictions before blocks are given back; end what has failed there."""
@@ -164,7 +184,9 @@ class PolicyScheduler:
                     hooks.on_eviction(request_id, plans.of(request_id), resolved)
             except Exception as error:
                 self.fail(request_id, METHOD, f"`on_eviction`: {error!r}")
-            if self.chunks.admission is not None:
+            if self.pressure is not None:
+                self.pressure.blocks.release(self._engine.requests[request_id])
+            elif self.chunks.admission is not None:
                 number = plans.confirmed_number(request_id)
                 self.chunks.admission.evicted(request_id, resolved, number)
 

@@ -6,7 +6,7 @@ Shape legend: L layers, E requests that come to an eviction, S of these that one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,27 @@ class StepEvictions:
         self._on_device: dict[bytes, _DeviceEvictions] = {}
         self._copies_on_device: dict[int, torch.Tensor] = {}
         self._masks: dict[bytes, torch.Tensor | None] = {}
+
+    def with_points(self, points: Mapping[int, EvictionPoint]) -> StepEvictions:
+        """Return some of these requests, by index, as if they evicted to other points here."""
+        chosen = list(points)
+        return StepEvictions(
+            request_ids=[self.request_ids[index] for index in chosen],
+            rows=self.rows[chosen],
+            query_ends=self.query_ends[chosen],
+            query_lens=self.query_lens[chosen],
+            prompt_lens=self.prompt_lens[chosen],
+            points=self.points[chosen],
+            plans=list(points.values()),
+            eviction_numbers=self.eviction_numbers[chosen].tolist(),
+            end_numbers=self.eviction_numbers[chosen].tolist(),
+            intervals=self.intervals[chosen],
+            previous_skips=self.previous_skips[:, chosen],
+            block_size=self.block_size,
+            copies=[None] * len(chosen),
+            keep=[self.keep[index] for index in chosen],
+            failures=self.failures,
+        )
 
     def shortened(self, layer: int) -> Indices:
         """Return the indices of the requests that this layer shortens now.

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.logger import init_logger
 
-from vllm_pyramid.plan import Eviction, Plan, PlanMismatchError
+from vllm_pyramid.plan import Eviction, LevelPlan, Plan, PlanMismatchError
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import KEEP_EVERYTHING, for_request
 from vllm_pyramid.policy.request_keys import RESUME
@@ -71,7 +71,8 @@ class EvictionTracker:
         self._log = LimitedLog(logger.error)
         self.copies: dict[str, list[int]] = {}
         self._requests: dict[str, WorkerRequest] = {}
-        self._num_open = 0  # requests whose initial plan is open
+        self._num_open = 0  # requests whose plan changes: an open one, or one that awaits orders
+        self._ordered: dict[str, Eviction] = {}  # not reported yet
         # The plan and skips of the request in each row of the batch, updated only where the row has
         # another request or its request has evicted: a decode step over hundreds of requests then
         # costs a few array operations, and one comparison for each request.
@@ -103,13 +104,36 @@ class EvictionTracker:
         self._requests[request_id] = WorkerRequest(
             request_id, served.policy, plan, plan, served.keep
         )
-        self._num_open += plan.is_deferred
+        self._num_open += plan.is_deferred or plan.waits_for_orders
+
+    def order(self, request_id: str, levels: Sequence[int]) -> LevelPlan | None:
+        """Let a request follow what the scheduler has ordered; the next report confirms it.
+
+        Args:
+            levels: of its plan, all that it has been ordered to; the last one is new.
+
+        Returns:
+            The plan that it arrived with; None if the request has ended meanwhile.
+        """
+        if (request := self._requests.get(request_id)) is None:
+            return None
+        plan, number = request.initial, len(levels)
+        if not isinstance(plan, LevelPlan):
+            raise PlanMismatchError(
+                f"request {request_id} is ordered to evict, and its plan has no levels: scheduler "
+                "and worker disagree about the KV policy; report this"
+            )
+        request.plan = ordered = plan.ordered(levels)
+        given = ordered.skip_after(number) - ordered.skip_after(number - 1)
+        self._ordered[request_id] = Eviction(int(given.sum()), None, number)
+        return plan
 
     def remove(self, request_id: str) -> None:
         """Forget a request, which has finished."""
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._num_open -= request.initial.is_deferred
+            self._num_open -= request.initial.is_deferred or request.initial.waits_for_orders
             self.failures.forget(request_id)
+            self._ordered.pop(request_id, None)
             for hooks in self.hooks.forget:
                 try:
                     hooks.forget(request_id)
@@ -153,6 +177,7 @@ class EvictionTracker:
         if self._num_open:
             for row in np.flatnonzero(computed < prompt_lens).tolist():
                 requests[row].plan = requests[row].initial
+                self._ordered.pop(request_ids[row], None)  # before a preemption
         for row, request in enumerate(requests):
             plan = request.plan
             if self._row_plan[row] is not plan:
@@ -267,7 +292,9 @@ class EvictionTracker:
         """
         skips_change = np.array(
             [
-                plan.is_deferred or bool((plan.skip_after(number) != previous).any())
+                plan.is_deferred
+                or plan.waits_for_orders
+                or bool((plan.skip_after(number) != previous).any())
                 for (plan, number), previous in zip(
                     evicting, evictions.previous_skips.T, strict=True
                 )
@@ -306,7 +333,8 @@ class EvictionTracker:
                         f"own: {hooks.name!r}"
                     )
                 reports[hooks.name] = report
-        evictions = step.report()
+        evictions = step.report() | self._ordered
+        self._ordered = {}
         if step.evictions is not None:
             for index in step.evictions.deferred.tolist():
                 request = step.requests[int(step.evictions.rows[index])]

@@ -18,6 +18,7 @@ from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.runner import send_report
 from vllm_pyramid.compat.side_channel import (
     HOST_CACHE,
+    LEVELS,
     PREFIXES,
     SESSIONS,
     TIER,
@@ -32,6 +33,7 @@ from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.copy_stream import copies_of, host_memory_of
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker, IntArray
 from vllm_pyramid.worker.host_pool import HostPool
+from vllm_pyramid.worker.late_evictions import LateEvictions
 from vllm_pyramid.worker.layer_binding import LayerBinding
 from vllm_pyramid.worker.memory import WorkerMemory
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
@@ -112,7 +114,11 @@ class WorkerRuntime:
             lanes=self.layers.lanes,
             whole_graphs=partial(captures_decode_steps, config),
         )
-        tracker.hooks = MethodHooks(policy.worker_hooks(context))
+        hooks, self.late = policy.worker_hooks(context), None
+        if policy.schedule.budgets_above:
+            self.late = LateEvictions(policy, lambda: tracker.step)
+            hooks.append(self.late)
+        tracker.hooks = MethodHooks(hooks)
         tracker.failures.has_peers = ranks.size > 1 or pipeline.count > 1
         tracker.failures.is_heard_in_evictions = not pipeline.is_last
         self.binding = LayerBinding(config, get_model, self.layers, tracker, self.tables, ranks)
@@ -130,6 +136,8 @@ class WorkerRuntime:
         bound is released before the second.
         """
         self.binding.release()
+        if self.late is not None:
+            self.late.release()
         for hooks in self.tracker.hooks.cache:
             hooks.allocate(num_blocks)
         if self._settings.host_cache_bytes is not None and self.host_pool is None:
@@ -203,6 +211,8 @@ class WorkerRuntime:
         copy_blocks(scheduler_output, stage, kv_caches, num_blocks, page_size_bytes, pools)
         if self.host_pool is not None and of_host is not None:
             self.host_pool.load(of_host.loaded, scheduler_output)
+        if self.late is not None and (orders := messages.get(LEVELS)):
+            self.late.carry_out(orders, self.tracker.order)
         if self._trace is not None:
             for request_id, (origin, point) in messages.get(SESSIONS, {}).items():
                 self._trace.resume(request_id, origin, point)
@@ -269,7 +279,10 @@ class WorkerRuntime:
             failures.sum_over_ranks(evictions.request_ids, self._ranks, self._device)
         if evictions is not None:
             self.pipeline.sum_over_stages(evictions)
+        losses = self.late.take_losses() if self.late is not None else {}
         evicted, reports = self.tracker.end_step()
+        if losses:
+            reports[LEVELS] = losses
         dropped = 0
         if self._trace is not None and evictions is not None:
             dropped = self._trace.finish_step(evictions)

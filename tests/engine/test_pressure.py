@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are evicted only when the pool lacks blocks (`--kv-evict pressure`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    count_preemptions,
+    greedy,
+    random_prompts,
+)
+from vllm_pyramid.plan import LevelPlan
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = (300, 77, 512, 170)
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_budget": "12%",
+    "kv_min_tokens": 0,
+    "kv_policy_args": {"window": 16},
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": True,
+}
+
+
+def _jobs(count: int = 24, salt: str | None = None, **extra_args: Any) -> list[Job]:
+    return [
+        Job(prompt, greedy(count, logprobs=2, **extra_args), salt=salt)
+        for prompt in random_prompts(LENGTHS, seed=5)
+    ]
+
+
+def _same(found: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.logprobs for one in found] == [one.logprobs for one in expected]
+
+
+@contextmanager
+def _short_of(engine: Engine, missing: Callable[[int], int]) -> Iterator[None]:
+    """Inside, the next steps lack `missing(step)` blocks, or as many as requests can give."""
+    pressure = engine.scheduler.pyramid.pressure
+    growth, steps = pressure._growth, iter(range(1 << 30))
+
+    def grown(running: Any) -> Any:
+        return growth(running) + engine.pool.get_num_free_blocks() + missing(next(steps))
+
+    spare, pressure._growth, pressure._spare = pressure._spare, grown, 0
+    try:
+        yield
+    finally:
+        del pressure._growth
+        pressure._spare = spare
+
+
+@pytest.mark.parametrize("policy", ["auto", "pyramidkv"])
+def test_answers_are_exact_while_there_is_room(
+    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
+) -> None:
+    """No eviction, the tokens of `full`, and what follows an answer finds all of it."""
+    engine = engines.get(tiny_model("mistral"), kv_policy=policy, kv_evict="pressure", **SETTINGS)
+    exact = engine.run(_jobs(salt="exact", kv_policy="full"))
+    found = engine.run(_jobs(salt="pressure"))
+    _same(found, exact)
+    for one in found:
+        assert one.report["kv_evict"] == "pressure" and one.report["evicted_to"] == []
+        assert one.report["evicted_tokens"] == 0
+    told = [
+        Job([*one.job.prompt, *one.token_ids, *range(40, 60)], greedy(3), salt=one.job.salt)
+        for one in found
+    ]
+    for one, before in zip(engine.run(told), found, strict=True):
+        assert one.cached == (len(before.job.prompt) + len(before.token_ids) - 1) // 16 * 16
+    assert engine.scheduler.pyramid.reports.policy_stats()["ordered_evictions"] == 0
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("policy", ["auto", "snapkv", "pyramidkv", "streaming-llm"])
+def test_an_order_at_the_prompts_end_is_an_eviction_there(
+    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
+) -> None:
+    """Ordered to the floor at once, requests keep and say what the policy's own schedule does."""
+    args = {} if policy == "streaming-llm" else SETTINGS["kv_policy_args"]
+    settings = {**SETTINGS, "kv_policy_args": args, "kv_policy": policy}
+    model = tiny_model("mistral")
+    always = engines.get(model, **settings).run(_jobs())
+    engine = engines.get(model, **settings, kv_evict="pressure")
+    engine.shuffle_blocks()
+    with _short_of(engine, lambda step: 1 << 20):
+        found = engine.run(_jobs())
+    _same(found, always)
+    for one, other in zip(found, always, strict=True):
+        assert one.report["kept_tokens"] == other.report["kept_tokens"]
+        assert one.report["blocks_after"] == other.report["blocks_after"]
+        assert one.report["evicted_after"] == [1]
+        assert one.report["evicted_to"] == [other.report["kv_budget"]]
+        assert 0 < one.report["lost_share"] < 1
+    engine.check_whole()
+
+
+@contextmanager
+def _survivors(engine: Engine) -> Iterator[dict[tuple[int, int], list[torch.Tensor]]]:
+    """Collect K and V of the prompt behind each order, by the request's age and layer."""
+    late = engine.core.model_executor.driver_worker.worker.model_runner.pyramid.late
+    compact, found = late._compact, {}
+    ages: dict[int, int] = {}
+
+    def compacted(
+        layer: int, levels: Any, marks: Any, plan: LevelPlan, level: int, table: Any
+    ) -> None:
+        first = levels.skip.get(layer, 0) // plan.block_size
+        compact(layer, levels, marks, plan, level, table)
+        places = torch.arange(int(plan.levels[level].skip[layer]), plan.prompt_len)
+        blocks = table[0].long()[places // plan.block_size - first]
+        caches = late._caches[layer][1]
+        age = ages.setdefault(id(levels), len(ages))
+        found[age, layer] = [cache[blocks, :, places % plan.block_size].clone() for cache in caches]
+
+    late._compact = compacted
+    try:
+        yield found
+    finally:
+        del late._compact
+
+
+def test_several_orders_keep_what_one_does(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Level after level, some tokens apart, survivors are those of the floor's eviction."""
+    engine = engines.get(
+        tiny_model("mistral"), kv_policy="pyramidkv", kv_evict="pressure", **SETTINGS
+    )
+    with _survivors(engine) as at_once, _short_of(engine, lambda step: 1 << 20):
+        engine.run(_jobs(salt="a"))
+
+    def missing(step: int) -> int:
+        if step % 4 != 3:
+            return -1 << 20
+        return 30 if step < 20 else 1 << 20
+
+    with _survivors(engine) as by_steps, _short_of(engine, missing):
+        found = engine.run(_jobs(salt="b"))
+    assert max(len(one.report["evicted_to"]) for one in found) >= 2
+    for one in found:
+        assert one.report["evicted_after"] == sorted(one.report["evicted_after"])
+    same = [key for key in at_once if all(map(torch.equal, at_once[key], by_steps.get(key, ())))]
+    assert len(by_steps) == len(at_once) and same == list(at_once)
+    engine.check_whole()
+
+
+def test_a_burst_is_served_without_preemptions(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Prompts of four times the pool: evicted step by step, none is computed twice."""
+    engine = engines.get(
+        tiny_model("mistral"),
+        kv_policy="snapkv",
+        kv_evict="pressure",
+        num_gpu_blocks_override=2 * 4 * (1024 // 16) + 1,
+        **SETTINGS,
+    )
+    jobs = [Job(prompt, greedy(40)) for prompt in random_prompts([400] * 12, seed=7)]
+    with count_preemptions(engine) as preemptions:
+        found = engine.run(jobs)
+    levels = [one.report["evicted_to"] for one in found]
+    print(preemptions, levels)
+    assert preemptions["all"] == 0
+    assert any(levels) and all(len(one.token_ids) == 40 for one in found)
+    assert len({budget for one in levels for budget in one}) >= 2, "one level alone"
+    engine.check_whole()
