@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_pyramid.step.trace_files import lanes_of
+from vllm_pyramid.step.trace_files import rows_per_layer
 from vllm_pyramid.tools.eval.result import Result
 
 __all__ = ["Measured", "Recalls"]
@@ -62,7 +62,10 @@ def take_recalls(folder: Path) -> dict[str, list[list[float]]]:
                 # vLLM adds a dash and a random end to the name that it gave the request.
                 name = str(trace["request_id"]).rsplit("-", 1)[0]
                 rows = sum(key.startswith("recall_") for key in trace.files)
-                of_rows, lanes = [trace[f"recall_{row}"] for row in range(rows)], lanes_of(trace)
+                of_rows, lanes = (
+                    [trace[f"recall_{row}"] for row in range(rows)],
+                    rows_per_layer(trace),
+                )
                 firsts = range(0, rows, lanes)
                 heads = [np.concatenate(of_rows[at : at + lanes]).tolist() for at in firsts]
                 layers = len(heads)

@@ -47,7 +47,7 @@ def test_the_file_is_a_policy_with_these_shares(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(policy_text(solving, calibration, "mine", "a/model"))
     policy = load_policy(str(file))
-    assert policy.name == "mine" and not policy.allocator.solves
+    assert policy.name == "mine" and not policy.allocator.defers
     same = set(type(policy).model_fields) - {"name", "description", "allocator"}
     assert policy.model_dump(include=same) == solving.model_dump(include=same)
     plan = policy.plan(2000, 4, 16)

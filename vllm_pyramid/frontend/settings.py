@@ -33,7 +33,6 @@ from vllm_pyramid.policy.capabilities import Feature, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request_keys import EXACT, RESUME, parse_turn_mode
-from vllm_pyramid.policy.schedules import PromptEndSchedule
 from vllm_pyramid.policy.served_settings import (
     DEFAULT_SESSION_TTL,
     NO_POLICY,
@@ -326,7 +325,7 @@ def _needs_schedule(policy: Policy, evict: str) -> bool:
             f"policy {policy.name!r} has the schedule {policy.schedule.kind!r}, so it does not "
             "always evict: leave kv_evict out, or the schedule"
         )
-    if evict == PRESSURE and not (waits or isinstance(policy.schedule, PromptEndSchedule)):
+    if evict == PRESSURE and policy.schedule.every:
         raise ValueError(
             f"policy {policy.name!r} evicts by its schedule {policy.schedule.kind!r}, also while "
             "it generates: choose a policy that evicts prompts, such as auto, or leave kv_evict out"

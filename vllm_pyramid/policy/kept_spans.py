@@ -120,7 +120,7 @@ def check_spans_fit(
     plan = served.plan(prompt_len, num_layers, block_size)
     if not plan.evicts:
         return
-    assert not plan.is_deferred, "policies that solve lengths are refused"
+    assert not plan.is_deferred, "policies that defer lengths are refused"
     for point in plan.levels if isinstance(plan, LevelPlan) else plan.points:
         needed = needed_tokens(spans, point)
         lacking = np.flatnonzero((needed > point.keep) & (point.skip > 0))

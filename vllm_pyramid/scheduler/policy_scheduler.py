@@ -40,7 +40,7 @@ class PolicyScheduler:
         a request ends      reports.of_request, ends, freed
 
     - A request is planned when it arrives. If the lengths depend on its scores, the plan is
-      deferred until the worker has solved them.
+      deferred until the worker has decided them.
     - The coordinator gives head blocks back once the worker has confirmed the compaction.
     - A prompt starts only if it will not be preempted before its prefill was worth it.
 

@@ -176,15 +176,15 @@ def _solve(
 
 def _policy_of(settings: KVSettings) -> Policy:
     policy = settings.policy()
-    if policy is not None and policy.heads.solves:
+    if policy is not None and policy.heads.defers:
         raise ValueError(
             f"policy {settings.kv_policy!r} solves the lengths of single KV heads, which are not "
             "calibrated"
         )
-    if policy is None or not policy.allocator.solves:
+    if policy is None or not policy.allocator.defers:
         from vllm_pyramid.policy import load_presets
 
-        solving = [preset.name for preset in load_presets() if preset.allocator.solves]
+        solving = [preset.name for preset in load_presets() if preset.allocator.defers]
         raise ValueError(
             f"policy {settings.kv_policy!r} knows its lengths beforehand, so there is nothing to "
             f"calibrate: use one that solves them ({', '.join(solving)})"

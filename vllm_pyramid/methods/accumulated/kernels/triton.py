@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of `add_key_mass`, a part of `functions.py`: checks, scratch memory, launches."""
+"""`add_key_mass` in Triton: checks, scratch memory, launches."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.kernels.reference_mass import check_mass
 from vllm_pyramid.kernels.triton.checks import (
     check_keys,
     check_query,
     check_table,
     lse_or,
 )
-from vllm_pyramid.kernels.triton.key_mass import key_mass_kernel, row_statistics_kernel
 from vllm_pyramid.kernels.triton.tiles import (
     Workspace,
     choose_num_splits,
     decode_config,
     target_programs,
+)
+from vllm_pyramid.methods.accumulated.kernels.reference import check_mass
+from vllm_pyramid.methods.accumulated.kernels.triton_kernels import (
+    key_mass_kernel,
+    row_statistics_kernel,
 )
 
 LOG2_E = 1.4426950408889634

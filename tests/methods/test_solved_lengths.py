@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.kernels.solve import (
+from vllm_pyramid.methods.solved.lengths import (
     best_lengths,
     least_lengths,
     minimum_budgets,

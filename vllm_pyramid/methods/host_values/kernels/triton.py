@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of `topn_attention`, a part of `functions.py`: scratch memory and launches."""
+"""The Triton kernels for V in host memory: checks, scratch memory and launches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.gather_tokens import check_one_scale, check_one_table
-from vllm_pyramid.kernels.records import AttentionBatch, Choosers, Softmax
-from vllm_pyramid.kernels.reference_topn import check_value_rows
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
-from vllm_pyramid.kernels.triton.checks import check_cache, check_query
+from vllm_pyramid.kernels.triton.checks import check_cache, check_query, check_table
 from vllm_pyramid.kernels.triton.tiles import decode_config, padded_head_size
-from vllm_pyramid.kernels.triton.topn import (
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels.reference import check_value_rows
+from vllm_pyramid.methods.host_values.kernels.triton_kernels import (
+    copy_pages_kernel,
     topn_choose_kernel,
     topn_logits_kernel,
     topn_values_kernel,
@@ -189,3 +191,33 @@ def _choosers(chooses: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         for i in range(count)
     ]
     return torch.tensor(pairs, dtype=torch.int32, device=chooses.device).view(-1, 2)
+
+
+def copy_pages(
+    target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
+) -> None:
+    """Copy in 4-byte words, with one program for each place and piece of its page."""
+    check_table(block_table, 1)
+    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
+        raise ValueError(
+            f"pages {list(target.shape[1:])} of {target.dtype} and {list(source.shape[1:])} of "
+            f"{source.dtype} are not alike"
+        )
+    for name, pages in (("target", target), ("source", source)):
+        if not pages.is_contiguous() or pages[0].nbytes % 4:
+            raise ValueError(f"{name} must be dense, with pages of whole words of 4 bytes")
+    if places.dtype != torch.int32 or places.shape[1:] != (3,) or not places.is_contiguous():
+        raise ValueError(f"places must be int32 [C, 3], got {places.dtype} {list(places.shape)}")
+    if places.shape[0] == 0:
+        return
+    words, block = target[0].nbytes // 4, 1024
+    copy_pages_kernel[(places.shape[0], triton.cdiv(words, block))](
+        target.view(torch.int32),
+        source.view(torch.int32),
+        block_table,
+        places,
+        words,
+        block_table.stride(0),
+        BLOCK=block,
+        num_warps=4,
+    )

@@ -8,7 +8,8 @@ import math
 import torch
 
 from vllm_pyramid.kernels.gather_tokens import gather_tokens
-from vllm_pyramid.kernels.page_checks import (
+from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.pages.kernels.checks import (
     check_scoring,
     check_selecting,
     check_starts,
@@ -17,8 +18,7 @@ from vllm_pyramid.kernels.page_checks import (
     selected_counts,
     selection_to_fill,
 )
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
-from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 
 __all__ = ["extend_query", "score_pages", "select_pages", "summarise_keys", "summarise_pages"]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.page_records import (
+from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.pages.kernels.records import (
     COMBINES,
     SCORE_KINDS,
     SUMMARY_KINDS,
@@ -17,7 +18,6 @@ from vllm_pyramid.kernels.page_records import (
     PageBatch,
     PageSelection,
 )
-from vllm_pyramid.kernels.records import Softmax
 
 
 def check_summaries(summaries: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of `recent_mass`, a part of `functions.py`: checks, scratch memory, launches."""
+"""`recent_mass` in Triton: checks, scratch memory, launches."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from vllm_pyramid.kernels.records import RecentBatch, Softmax
-from vllm_pyramid.kernels.reference_mass import check_some_requests
+from vllm_pyramid.kernels.log_sum_exp import check_some_requests
+from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table, lse_or
-from vllm_pyramid.kernels.triton.recent_mass import recent_log_sum_exp_kernel, recent_mass_kernel
 from vllm_pyramid.kernels.triton.tiles import recent_config
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels.triton_kernels import (
+    recent_log_sum_exp_kernel,
+    recent_mass_kernel,
+)
 
 LOG2_E = 1.4426950408889634
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers of the C++ kernels that choose pages: a part of `functions.py`."""
+"""The C++ kernels that choose pages, as `kernels/cpu/functions.py` calls the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from vllm_pyramid.kernels.cpu.checks import (
 )
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrPageScores, PyrPageSelect, PyrSummaries, packer
-from vllm_pyramid.kernels.page_checks import (
+from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.pages.kernels.checks import (
     check_scoring,
     check_selecting,
     check_summaries,
@@ -27,7 +28,7 @@ from vllm_pyramid.kernels.page_checks import (
     scores_to_fill,
     selection_to_fill,
 )
-from vllm_pyramid.kernels.page_records import (
+from vllm_pyramid.methods.pages.kernels.records import (
     COMBINES,
     SCORE_KINDS,
     SUMMARY_KINDS,
@@ -35,7 +36,6 @@ from vllm_pyramid.kernels.page_records import (
     PageBatch,
     PageSelection,
 )
-from vllm_pyramid.kernels.records import Softmax
 
 _pack_summaries = packer(PyrSummaries)
 _pack_scores = packer(PyrPageScores)

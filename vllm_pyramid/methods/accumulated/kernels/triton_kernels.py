@@ -16,7 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.kernels.reference_mass import BELOW
 from vllm_pyramid.kernels.triton.device_functions import (
     LOG2_E,
     key_factors,
@@ -25,6 +24,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
     visible_logits,
     with_sink,
 )
+from vllm_pyramid.methods.accumulated.kernels.reference import BELOW
 
 BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
 # These may begin at any multiple of four bytes; one variant of a kernel serves all layers.

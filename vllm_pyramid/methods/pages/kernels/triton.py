@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers of page selection, a part of `functions.py`: checks, scratch memory, launches."""
+"""The Triton kernels that choose pages: checks, scratch memory, launches."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from vllm_pyramid.kernels.page_checks import (
+from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax
+from vllm_pyramid.kernels.triton.checks import CACHE_DTYPES, check_table, check_unit_stride
+from vllm_pyramid.kernels.triton.tiles import decode_config, padded_head_size
+from vllm_pyramid.methods.pages.kernels.checks import (
     check_scoring,
     check_selecting,
     check_starts,
@@ -15,16 +18,13 @@ from vllm_pyramid.kernels.page_checks import (
     scores_to_fill,
     selection_to_fill,
 )
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
-from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax
-from vllm_pyramid.kernels.triton.checks import CACHE_DTYPES, check_table, check_unit_stride
-from vllm_pyramid.kernels.triton.page_selection import (
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.kernels.triton_kernels import (
     page_logits_kernel,
     page_weights_kernel,
     select_pages_kernel,
     summarise_pages_kernel,
 )
-from vllm_pyramid.kernels.triton.tiles import decode_config, padded_head_size
 
 LOG2_E = 1.4426950408889634
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of page selection: summaries of pages, their scores, and lists of the best.
 
-Letters as in `page_records.py`: a row of a selection is a query token, and its columns are the
+Letters as in `records.py`: a row of a selection is a query token, and its columns are the
 pages that it sees, counted from the first. Logits are in base 2 as in `device_functions.py`.
 """
 

@@ -2,8 +2,9 @@
 """Records of page selection: which query tokens choose among which pages, and what they chose.
 
 A page is one block of one layer: page j of a request holds its positions `j * N .. j * N + N - 1`
-and lies in block `block_table[r, j]`. Shape legend and cache layout as in `records.py`; S counts
-the query tokens that choose, which are called the rows of a selection.
+and lies in block `block_table[r, j]`. Shape legend and cache layout as in the records of all
+kernels (`kernels/records.py`); S counts the query tokens that choose, which are called the rows of
+a selection.
 
 Summaries lie in a pool `[P, G, width]` under the same block table as K: entry `[b, g]` describes
 the keys of KV head g in block b, and lives and moves with the block. Its dtype is float32, or one

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `topn_attention`: logits of all keys, the best of each row, and their V.
+"""Triton kernels for V in host memory: logits of all keys, the best of each row, and their V.
 
 A *chooser* is a query that uses only its best keys; `choosers` is `[S, 2]` int32, the request of
 each and the query's index within that request. Each query head of a chooser is a row of the logits
 `[S, H, columns]`, whose columns count from `skips[r]`.
 
-Only the last kernel reads V, a row of D elements at a time, so V may be in host memory that the
-device can address.
+`topn_values_kernel` alone reads V, a row of D elements at a time, so V may be in host memory that
+the device can address.
 """
 
 from __future__ import annotations
@@ -256,3 +256,23 @@ def topn_values_kernel(
     )
     target = out + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
     tl.store(target + dims, total.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_table", "places"])
+def copy_pages_kernel(
+    target,
+    source,
+    block_table,
+    places,
+    page_words,
+    stride_table,
+    BLOCK: tl.constexpr,
+):
+    """Copy `BLOCK` words of one page. Grid: place, piece of the page."""
+    place = places + 3 * tl.program_id(0)
+    entry = tl.load(place + 1).to(tl.int64) * stride_table + tl.load(place + 2)
+    to = tl.load(place).to(tl.int64) * page_words
+    start = tl.load(block_table + entry).to(tl.int64) * page_words
+    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = words < page_words
+    tl.store(target + to + words, tl.load(source + start + words, mask=mask), mask=mask)

@@ -10,7 +10,7 @@ The choice is XAttention's (arXiv:2503.16428): sums over antidiagonals of stride
 tile is worth, and the fewest tiles are taken whose worths reach a share of their sum. Its query
 heads choose by themselves; here those of a KV head choose together, by their mean.
 
-Shape legend as in `records.py`; S tiles of queries, L tiles of keys up to the last of them.
+Shape legend as in `kernels/records.py`; S tiles of queries, L tiles of keys up to the last of them.
 """
 
 from __future__ import annotations

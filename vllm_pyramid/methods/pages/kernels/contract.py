@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the contract that chooses pages to attend to, for `contract.Ops`.
+"""The contract of the kernels that choose pages to attend to, beside `kernels/contract.py`.
 
 A selecting layer calls `summarise_pages` after every write to its cache, then `score_pages` and
 `select_pages` for the query tokens that choose, and `paged_attention` with the result.
@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 
 
 class PageOps(Protocol):
-    """The kernels of page selection; `Ops` has them too."""
+    """The kernels of page selection of one device type; the rules are those of `Ops`."""
 
     def summarise_pages(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`add_key_mass` in plain PyTorch, a part of `reference.py`, and checks that back ends share.
+"""`add_key_mass` in plain PyTorch, and a check that all back ends make.
 
 The mass lives in memory next to the cache, in the layout of its pages: `mass[b, g, i]` belongs to
 the token at offset i of block b for KV head g. The block table therefore finds it, and no request
@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 
 from vllm_pyramid.kernels.gather_tokens import check_one_table, gather_scaled
-from vllm_pyramid.kernels.records import MASS_KINDS, AttentionBatch, Softmax
+from vllm_pyramid.kernels.log_sum_exp import check_lse, with_sinks
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.methods.accumulated.kernels.contract import MASS_KINDS
 
 # A weight counts as below the average if it is below this share of the average: equal keys all have
 # the average weight, however a softmax in float32 was rounded.
@@ -76,34 +78,6 @@ def add_key_mass(
             given = ((given * seen.sum(dim=1)[:, None] < BELOW) & seen).to(compute_dtype)
         per_head = given.sum(dim=1).unflatten(0, (key_cache.shape[1], group)).sum(dim=1)
         mass[blocks, :, rows] += per_head.T.to(mass.dtype)
-
-
-def with_sinks(log_sum_exp: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Add the sinks to a log-sum-exp over keys; a query that sees no key keeps its -inf.
-
-    Args:
-        log_sum_exp: `[..., queries]`, where the leading dimensions together are the query heads.
-        sinks: `[H]`, or None to return `log_sum_exp` unchanged.
-    """
-    if sinks is None:
-        return log_sum_exp
-    own = sinks.to(log_sum_exp.dtype).reshape(*log_sum_exp.shape[:-1], 1)
-    return torch.where(log_sum_exp > -torch.inf, log_sum_exp.logaddexp(own), log_sum_exp)
-
-
-def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:
-    """Raise ValueError unless `log_sum_exp` is float32 `[T, H]` for a query `[T, H, D]`."""
-    if log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != query.shape[:2]:
-        raise ValueError(
-            f"log_sum_exp must be float32 {list(query.shape[:2])}, [T, H] of the query, got "
-            f"{log_sum_exp.dtype} {list(log_sum_exp.shape)}"
-        )
-
-
-def check_some_requests(num_requests: int) -> None:
-    """Raise ValueError for a batch without requests, of which no result has a width."""
-    if num_requests == 0:
-        raise ValueError("the batch must hold at least one request, got none")
 
 
 def check_mass(mass: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to the best keys alone in plain PyTorch, a part of `reference.py`.
+"""Attention to the best keys alone, and copies of pages, in plain PyTorch.
 
 KCache (arXiv:2404.18057, section 3): all of K is in fast memory and V is in slow memory, so a query
 takes the softmax over all keys and fetches only the V rows of its N largest weights.
@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 
 from vllm_pyramid.kernels.gather_tokens import check_one_scale, check_one_table, gather_tokens
-from vllm_pyramid.kernels.records import AttentionBatch, Choosers, Softmax
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.reference_attention import paged_attention
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
 
-__all__ = ["check_value_rows", "topn_attention"]
+__all__ = ["check_value_rows", "copy_pages", "topn_attention"]
 
 
 def topn_attention(
@@ -108,3 +109,12 @@ def check_value_rows(value_rows: torch.Tensor, requests: int) -> None:
         )
     if requests > 1 and value_rows.stride(0) != 1:
         raise ValueError(f"value_rows must be contiguous, got stride {value_rows.stride(0)}")
+
+
+def copy_pages(
+    target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
+) -> None:
+    """Copy the bytes of all pages in one indexed assignment."""
+    pages, rows, entries = places.long().unbind(1)
+    target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target[pages] = source[block_table[rows, entries].long()]

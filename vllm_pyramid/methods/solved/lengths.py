@@ -13,8 +13,6 @@ kept in any case and are not candidates, but their score counts as kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 # Sums of shares differ from their exact value by rounding: a goal is reached if less is missing.
@@ -114,44 +112,6 @@ def least_lengths(
     return torch.where(total > 0, _split_at(candidates, threshold, total), 0)
 
 
-def joint_lengths(scores: torch.Tensor, total: int, *, safe: int, sinks: int = 0) -> torch.Tensor:
-    """Count each head's tokens among the `total` best of all heads (AdaKV, arXiv:2407.11550).
-
-    Scores are compared as they are. Each head's `safe` best tokens come before all others. Among
-    equal scores the lower positions come first, and at one position the lower heads: so heads with
-    the same scores keep as many tokens, and a head's part is its best tokens by `select`.
-
-    Args:
-        scores: `[G, n]` of the heads of a layer, without NaN and +inf.
-        total: tokens of all heads beyond the sinks, G * safe .. G * (n - sinks).
-        safe: tokens that each head keeps beyond the sinks, at least.
-        sinks: first tokens of the context, which are kept in any case.
-
-    Returns:
-        `[G]` int64, tokens of each head beyond the sinks.
-    """
-    candidates = scores[:, sinks:]
-    if not len(candidates) * safe <= total <= candidates.numel():
-        raise RuntimeError(
-            f"{total} tokens are to be chosen of {list(candidates.shape)} candidates, {safe} of "
-            "each head"
-        )
-    if safe:
-        candidates = candidates.masked_fill(_is_among_best(candidates, safe), torch.inf)
-    by_position = candidates.T.reshape(1, -1)
-    return _is_among_best(by_position, total).view(-1, len(candidates)).sum(dim=0)
-
-
-def _is_among_best(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return which `count` values of each row are the highest, `[rows, n]` bool; first ones win."""
-    if not count:
-        return torch.zeros_like(values, dtype=torch.bool)
-    least = values.topk(count, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
-    above, equal = values > least, values == least
-    left = count - above.sum(dim=-1, keepdim=True)
-    return above | (equal & (equal.cumsum(dim=-1) <= left))
-
-
 def _split_at(
     candidates: torch.Tensor, threshold: torch.Tensor, total: int | torch.Tensor
 ) -> torch.Tensor:
@@ -161,27 +121,6 @@ def _split_at(
     left = total - above.sum()
     before = equal.cumsum(dim=0) - equal
     return above + torch.minimum((left - before).clamp(min=0), equal)
-
-
-def least_count(
-    scores: torch.Tensor, counts: Sequence[int], goal: float, *, sinks: int = 0
-) -> torch.Tensor:
-    """Return the least of some counts of best tokens that hold a share `goal` of a head's score.
-
-    Args:
-        scores: `[G, n]`, not negative.
-        counts: increasing; the last one is all tokens beyond the sinks.
-        goal: share of the score that sinks and best tokens hold, 0 .. 1.
-        sinks: first tokens of the context, which are kept in any case.
-
-    Returns:
-        `[G]` int64; the least count for a head whose scores are all 0.
-    """
-    found = torch.full((len(scores),), counts[-1], dtype=torch.int64, device=scores.device)
-    for count in reversed(counts[:-1]):
-        held = retention(scores, torch.full_like(found, count), sinks=sinks)
-        found = torch.where(held >= goal - ROUNDING, count, found)
-    return found
 
 
 def minimum_budgets(scores: torch.Tensor, goal: float) -> torch.Tensor:
