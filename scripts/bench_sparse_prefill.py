@@ -52,7 +52,7 @@ def compare(llm: Any, tokens: list[int], repetitions: int) -> str:
 def main() -> None:
     """Print one row a module and length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", help="of `vllm-pyramid model`, or a folder")
+    parser.add_argument("--model", required=True, help="a folder; `make smollm2` prints one")
     parser.add_argument("--lengths", default="2048,4096,8000", help="tokens")
     parser.add_argument("--modules", default="argparse,typing", help="of the standard library")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -61,11 +61,9 @@ def main() -> None:
     lengths = [int(length) for length in args.lengths.split(",")]
     stay_in_process(args.threads)
     from vllm_pyramid import LLM
-    from vllm_pyramid.tools.models import MODELS, model_folder
 
-    folder = model_folder(args.model) if args.model in MODELS else args.model
     llm = LLM(
-        str(folder),
+        args.model,
         kv_policy=POLICY,
         enforce_eager=True,
         enable_prefix_caching=False,

@@ -27,16 +27,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
-from vllm_pyramid.kernels.page_records import COMBINES, SUMMARY_ROWS, PageBatch
-from vllm_pyramid.kernels.records import (
-    AttentionBatch,
-    RecentBatch,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
+from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
+from vllm_pyramid.methods.host_values.kernels import triton as value_triton
+from vllm_pyramid.methods.pages.kernels import triton as page_triton
+from vllm_pyramid.methods.pages.kernels.records import COMBINES, SUMMARY_ROWS, PageBatch
+from vllm_pyramid.methods.thinning.kernels import triton as recent_triton
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).
@@ -193,8 +192,8 @@ def score_and_compact_scaled_rows(case: Case) -> None:
     for known in (None, torch.zeros(query.shape[:2])):
         for kind, first in (("sum", None), ("below_average", ints(0, 0))):
             options = {"kind": kind, "first_queries": first, "log_sum_exp": known}
-            triton_ops.add_key_mass(mass, batch, softmax, num_splits=case.splits, **options)
-        triton_ops.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
+            mass_triton.add_key_mass(mass, batch, softmax, num_splits=case.splits, **options)
+        recent_triton.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
         reduction = Reduction(case.reduce, case.pooling)
         triton_ops.window_scores(prompts, softmax, reduction, log_sum_exp=known)
     kept = torch.zeros(2, heads, 512, dtype=torch.int32)
@@ -240,17 +239,17 @@ def call_everything(case: Case) -> None:
         triton_ops.paged_attention(out, apart, softmax, **splits, log_sum_exp=known)
         for kind, first in (("sum", None), ("below_average", ints(0, 0))):
             options = {**splits, "kind": kind, "first_queries": first, "log_sum_exp": known}
-            triton_ops.add_key_mass(mass, batch, softmax, **options)
-    triton_ops.topn_attention(out, batch, softmax, ints(128, 0))
+            mass_triton.add_key_mass(mass, batch, softmax, **options)
+    value_triton.topn_attention(out, batch, softmax, ints(128, 0))
     pages = apart.value_cache
     triton_ops.write_rows(key, pages, torch.zeros(tokens, dtype=torch.int64))
-    triton_ops.copy_pages(pages, pages.clone(), table, ints(0, 0, 0)[None])
+    value_triton.copy_pages(pages, pages.clone(), table, ints(0, 0, 0)[None])
     recent = RecentBatch(
         *(query, key_cache, table, ints(1, tokens), lens, ints(0, 0)),
         *(ints(1, 51), ints(64, 1024)),
     )
     for known in (None, lse):
-        triton_ops.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
+        recent_triton.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
     summarise_and_select(case, query, key_cache, table, softmax)
     ends = ints(tokens, tokens)
     prompts = WindowBatch(query, key_cache, table, ends, lens, case.window)
@@ -289,11 +288,11 @@ def summarise_and_select(
         for dtype in {case.dtype, torch.float32}:
             pool = torch.zeros(4, case.num_kv_heads, width * case.head_size, dtype=dtype)
             inputs = (pool, key_cache, table, skips, lens, skips)
-            triton_ops.summarise_pages(*inputs, kind=kind, max_pages=128)
-            triton_ops.score_pages(rows, softmax, pool, kind=kind)
+            page_triton.summarise_pages(*inputs, kind=kind, max_pages=128)
+            page_triton.score_pages(rows, softmax, pool, kind=kind)
     for combine in COMBINES:
-        triton_ops.score_pages(rows, softmax, key_cache, kind="rows", combine=combine)
-    found = triton_ops.select_pages(rows, scores, ints(count, count), max_selected=count)
+        page_triton.score_pages(rows, softmax, key_cache, kind="rows", combine=combine)
+    found = page_triton.select_pages(rows, scores, ints(count, count), max_selected=count)
     batch = AttentionBatch(
         *(query[:2], key_cache, key_cache, found.block_table, ints(0, 1, 2), lens, skips),
         max_query_len=1,

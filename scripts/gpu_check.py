@@ -17,7 +17,7 @@ Stages (each in a process of its own, with a time limit):
 - sync-check*: policies of all kinds with an error for each wait for the device in a step and, as
   for every engine core of its own, for each kernel that is compiled behind the warm-up;
 - host-values, host-values-sync: the same for `kcache` and for survivors whose V is in host memory;
-- throughput-*, capacity-*, latency-*: `vllm-pyramid bench` on the shape of Llama 3 8B with random
+- throughput-*, decode-*: `vllm-pyramid bench throughput` on the shape of Llama 3 8B with random
   weights and prompts of 8k and 32k tokens: stock vLLM, `full` and `pyramidkv` side by side
   in the same amount of cache.
 
@@ -27,7 +27,7 @@ any failed. With `--only`, the stages that FILE already holds from the same devi
 kept, so a run may be cut into several. With `--jobs`, stages that take no times run beside each
 other, and the others alone after them; PYTEST_ADDOPTS="-n 4" splits the numerics among processes.
 
-Most stages have run on one H200 (docs/results/h200.md).
+Most stages have run on one H200 (lab/results/h200.md).
 """
 
 from __future__ import annotations
@@ -153,22 +153,18 @@ def start_stages() -> list[Stage]:
 def bench_stages() -> list[Stage]:
     """Three engines of 16 GB of weights and 17 GB of cache each are alive at once."""
     jobs = {
-        # Tokens of a prompt, requests, whole ones that the cache has room for, request rates.
-        "8k": ("8192", "48", "15", "1,2,4"),
-        "32k": ("32768", "12", "4", "0.25,0.5"),
+        # Tokens of a prompt, requests, whole ones that the cache has room for.
+        "8k": ("8192", "48", "15"),
+        "32k": ("32768", "12", "4"),
     }
     stages = []
-    for name, (prompt, requests, pool, rates) in jobs.items():
+    for name, (prompt, requests, pool) in jobs.items():
         common = ("--model", "llama-3-8b", "--policies", "stock,full,pyramidkv", "--budget", "12%")
         common += ("--prompt-len", prompt, "--output-len", "256", "--num-prompts", requests)
         common += ("--pool-prompts", pool)
-        for measure, more in (
-            ("throughput", ("--repetitions", "3")),
-            ("capacity", ()),
-            ("latency", ("--repetitions", "1", "--rates", rates)),
-        ):
-            arguments = ("bench", measure, *common, *more)
-            stages.append(Stage(f"{measure}-{name}", 1200, arguments, memory_gib=120, alone=True))
+        for stage, more in (("throughput", ()), ("decode", ("--decode-only",))):
+            arguments = ("bench", "throughput", *common, "--repetitions", "3", *more)
+            stages.append(Stage(f"{stage}-{name}", 1200, arguments, memory_gib=120, alone=True))
     return stages
 
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
+from vllm_pyramid.methods.pages.kernels import page_ops
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 
 BLOCK_SIZE, KV_HEADS, GROUP, HEAD_SIZE = 16, 8, 4, 128  # Llama 3 8B, bfloat16
 WINDOW, KEEP = 32, 1024
@@ -126,7 +128,7 @@ def bench_decode(requests: int, context: int, copy: Callable[[], object], copied
             )
             triton_ops.paged_attention(outs[i], batch, softmax, workspace=workspace)
             if with_mass:
-                triton_ops.add_key_mass(masses[i], batch, softmax, workspace=workspace)
+                mass_triton.add_key_mass(masses[i], batch, softmax, workspace=workspace)
 
     plain, with_mass = capture(lambda: decode(False)), capture(lambda: decode(True))
     for length in (context, context - 5):  # replays read the lengths of the day
@@ -240,17 +242,17 @@ def bench_selection(requests: int, context: int, ops: Any) -> dict[str, Any]:
         shape = len(key_cache), KV_HEADS, 2 * HEAD_SIZE
         pools.append(torch.empty(shape, dtype=torch.bfloat16, device=DEVICE))
         written = (key_cache, layers.table, zeros, layers.lens, zeros)
-        ops.summarise_pages(pools[-1], *written, kind="spread", max_pages=pages)
+        page_ops(ops).summarise_pages(pools[-1], *written, kind="spread", max_pages=pages)
     scores = torch.empty(requests, KV_HEADS, pages - 1, device=DEVICE)
     chosen = PageSelection.empty(requests, KV_HEADS, chosen_pages, torch.device(DEVICE))
 
     def score() -> None:
         for pool in pools:
-            ops.score_pages(rows, softmax, pool, kind="spread", out=scores)
+            page_ops(ops).score_pages(rows, softmax, pool, kind="spread", out=scores)
 
     def select() -> None:
         for _ in pools:
-            ops.select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
+            page_ops(ops).select_pages(rows, scores, budgets, sinks=1, recent=5, out=chosen)
 
     def attend(table: torch.Tensor, lens: torch.Tensor, longest: int) -> None:
         for caches in layers.caches:

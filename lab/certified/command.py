@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -155,63 +154,22 @@ def measure(
     Raises:
         ChildError: an engine failed.
     """
-    from vllm_pyramid.tools.eval.engine import Request, Work, answer_all
-    from vllm_pyramid.tools.eval.result import Reference
+    from vllm_pyramid.tools.eval.compare import compare
 
-    longest = max(len(prompt.token_ids) for prompt in prompts) + answer_tokens + 1
-    engine_args = {"max_model_len": longest, **engine_args}
-    common: dict[str, Any] = {"model": model, "engine_args": engine_args}
-    whole = Work(
-        label="the whole cache",
-        kv_policy="full",
-        kv_policy_args={},
-        policy_name="full",
-        requests=[
-            Request(
-                key=f"whole-{index}",
-                prompt_token_ids=prompt.token_ids,
-                budget=None,
-                max_tokens=answer_tokens,
-                is_reference=True,
-            )
-            for index, prompt in enumerate(prompts)
-        ],
-        **common,
+    results = compare(
+        model,
+        str(args["kv_policy"]),
+        args["kv_policy_args"],
+        policy.name,
+        [prompt.token_ids for prompt in prompts],
+        budgets,
+        answer_tokens,
+        engine_args,
+        on_stage,
+        on_result,
     )
-    references: dict[str, Reference] = {}
-    with closing(answer_all(whole, on_stage)) as results:
-        for key, result in results:
-            assert result.reference is not None
-            references[key] = result.reference
-            on_result()
-    work = Work(
-        label=policy.name,
-        kv_policy=str(args["kv_policy"]),
-        kv_policy_args=dict(args["kv_policy_args"]),
-        policy_name=policy.name,
-        requests=[
-            Request(
-                key=f"{number}-{index}",
-                prompt_token_ids=prompt.token_ids,
-                budget=budget,
-                max_tokens=0,
-                forced=references[f"whole-{index}"].token_ids,
-                reference=references[f"whole-{index}"],
-            )
-            for index, prompt in enumerate(prompts)
-            for number, budget in enumerate(budgets)
-        ],
-        **common,
-    )
-    losses = np.full((len(budgets), len(prompts)), np.nan)
-    with closing(answer_all(work, on_stage)) as results:
-        for key, result in results:
-            assert result.agreement is not None
-            number, index = map(int, key.split("-"))
-            losses[number, index] = 1 - result.agreement
-            on_result()
-    if np.isnan(losses).any():
-        raise RuntimeError(f"{int(np.isnan(losses).sum())} answers were not compared")
+    agreement = np.array([[result.agreement for result in of_budget] for of_budget in results])
+    losses: Losses = 1 - agreement.astype(np.float64)
     return losses
 
 

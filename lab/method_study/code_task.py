@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import vllm_pyramid
+from lab.eval.task import GeneratedTask, Sample, seed_of
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.task import GeneratedTask, Sample, seed_of
 
 _CONTINUATION = 48  # tokens
 _SPACE = re.compile(r"(?<=\S) (?=\S)")  # between words of a line: where a prompt may end

@@ -7,9 +7,9 @@ import json
 import random
 from typing import NamedTuple
 
+from lab.eval.task import GeneratedTask, Sample
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import make_names
-from vllm_pyramid.tools.eval.task import GeneratedTask, Sample
 
 _HEAD = "You are the assistant of a library. Follow these instructions in every conversation."
 _TOOLS = (

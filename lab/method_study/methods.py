@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a prompt a method keeps, from the prompt's recorded queries, keys and values.
 
-A method is written as a policy with arguments, as `vllm-pyramid eval --policies` has it, and scored
-by the project's own parts in PyTorch. The argument `"heads": 0.2` is AdaKV, which the engine does
-not have: a layer's heads share its tokens by their scores, 0.2 of them equally. The policy
-`kvpress` with {"press": "snapkv_press.SnapKVPress", ...} is a press of kvpress with its own code
-and defaults (`presses.py`). Further arguments that the engine does not have:
+A method is written as a policy with arguments, as `python -m lab.eval --policies` has it, and
+scored by the project's own parts in PyTorch. The argument `"heads": 0.2` is AdaKV, which the
+engine does not have: a layer's heads share its tokens by their scores, 0.2 of them equally.
+The policy `kvpress` with {"press": "snapkv_press.SnapKVPress", ...} is a press of kvpress with its
+own code and defaults (`presses.py`). Further arguments that the engine does not have:
 
 - "ends": 0.1 keeps that share of each layer's tokens at either end of the prompt;
 - "floor": 32 keeps that many of each message of a chat, the best by their scores;

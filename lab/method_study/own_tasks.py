@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks by name: the study's own, and those of `vllm-pyramid eval`."""
+"""Tasks by name: the study's own, and those of `lab.eval`."""
 
 from __future__ import annotations
 
 from code_task import Code, Repository
 from instruction_task import Instructions
 
-from vllm_pyramid.tools.eval.registry import load_task as load_packaged
-from vllm_pyramid.tools.eval.task import GeneratedTask, Task
+from lab.eval.registry import load_task as load_packaged
+from lab.eval.task import GeneratedTask, Task
 
 OWN: dict[str, type[GeneratedTask]] = {task.name: task for task in (Code, Repository, Instructions)}
 

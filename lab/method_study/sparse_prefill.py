@@ -14,17 +14,21 @@ share of the tokens that stay the most likely.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for `lab`
 from gates_tiles import TILE, chosen_tiles, density_of
 from model import Model, sliding
 from own_tasks import load_task
 
+from lab.eval.task import GeneratedTask
+from lab.models.folders import model_folder
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.task import GeneratedTask
-from vllm_pyramid.tools.models import model_folder
 
 DENSE_LAYERS, LAST = 2, 64
 

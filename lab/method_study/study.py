@@ -4,7 +4,7 @@
 An engine computes a prompt again for every policy; here its queries, keys and values are recorded
 once, and a continuation is put over what each method keeps of them, in float32. What the answers
 are worth is read off the logits: an answer counts as right if each of its tokens is the greedy
-choice. It is for finding out what is worth building; `vllm-pyramid eval` measures the engine.
+choice. It is for finding out what is worth building; `python -m lab.eval` measures the engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from model import Model, Recorded
 from own_tasks import load_task
 from static_heads import HeadProbes
 
+from lab.eval.task import GeneratedTask, Sample
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.eval.task import GeneratedTask, Sample
 
 # What a row is about: one with all of these equal is not measured again.
 KEY = ("model", "seed", "task", "length", "index", "method", "definition", "budget")

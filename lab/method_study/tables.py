@@ -5,7 +5,7 @@
     .venv/bin/python lab/method_study/tables.py run --out FOLDER [--minutes 60] [TABLE ...]
     .venv/bin/python lab/method_study/tables.py show --out FOLDER [TABLE ...]
 
-FOLDER gets study.csv, a line for each prompt, method and budget; a folder of `vllm-pyramid eval`
+FOLDER gets study.csv, a line for each prompt, method and budget; a folder of `python -m lab.eval`
 for each table of the engine; tables.md, which `show` writes.
 """
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from report import Rows
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1]))  # for `lab.eval`
 app = typer.Typer(
     add_completion=False,
     help=__doc__.split("\n")[0],
@@ -87,7 +88,7 @@ class LinesTable(_Prompts):
 
 
 class Table(_Strict):
-    """One entry of the file: `study`, `lines`, or flags of `vllm-pyramid eval` in `engine`.
+    """One entry of the file: `study`, `lines`, or flags of `python -m lab.eval` in `engine`.
 
     Attributes:
         against: the method that others are compared with. tasks_at: budgets to show task by task.
@@ -144,9 +145,7 @@ def run(
     out: Out = Path("quality-tables"),
     tables: Tables = HERE / "tables.yaml",
     methods: Methods = HERE / "methods.yaml",
-    model: Annotated[
-        str, typer.Option(help="folder, or a name of `vllm-pyramid model`")
-    ] = "smollm2",
+    model: Annotated[str, typer.Option(help="folder, or a name of `lab.models`")] = "smollm2",
     minutes: Annotated[float, typer.Option(help="stop after that time")] = float("inf"),
     samples: Annotated[int, typer.Option(help="prompts of a task at most")] = sys.maxsize,
     device: Annotated[str, typer.Option(help="of the studies: cpu or cuda")] = "cpu",
@@ -172,7 +171,7 @@ def run(
 
 
 def _model_folder(model: str) -> Path:
-    from vllm_pyramid.tools.models import MODELS, model_folder
+    from lab.models.folders import MODELS, model_folder
 
     return model_folder(model) if model in MODELS else Path(model)
 
@@ -273,15 +272,17 @@ def _check_sources(out: Path) -> None:
 def _run_engine(
     name: str, flags: dict[str, str | int], out: Path, folder: Path, deadline: float
 ) -> bool:
-    """Let `vllm-pyramid eval` measure a table; False at the deadline. It continues by itself."""
-    command = [sys.executable, "-m", "vllm_pyramid.tools.cli", "eval", "--model", str(folder)]
+    """Let `python -m lab.eval` measure a table; False at the deadline. It continues by itself."""
+    command = [sys.executable, "-m", "lab.eval", "--model", str(folder)]
     command += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     for flag, path in (("out", name), ("markdown", f"{name}.md"), ("csv", f"{name}.csv")):
-        command += [f"--{flag}", str(out / path)]
+        command += [f"--{flag}", str(out.resolve() / path)]
     left = deadline - time.monotonic()
     timeout = None if left == float("inf") else max(left, 0)
     try:
-        subprocess.run([*command, "--no-pictures"], check=True, timeout=timeout)
+        subprocess.run(
+            [*command, "--no-pictures"], cwd=HERE.parents[1], check=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired:
         return False
     return True

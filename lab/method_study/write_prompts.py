@@ -10,15 +10,18 @@ Take a seed that the tables do not have: what is measured must not be what was c
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for `lab`
 from own_tasks import load_task
 
+from lab.eval.task import GeneratedTask
+from lab.models.folders import model_folder
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.task import GeneratedTask
-from vllm_pyramid.tools.models import model_folder
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 

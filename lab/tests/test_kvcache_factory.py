@@ -19,9 +19,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.kernels.every_kernel import cpu
 from tests.methods.views import BLOCK, view_of
 from tests.plumbing.real_model import real_model
-from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import parse_component

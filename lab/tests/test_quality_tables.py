@@ -21,11 +21,11 @@ import pytest
 import torch
 import yaml
 
-from vllm_pyramid.tools.cli import _build_parser
+from lab.eval.command import parse_args
+from lab.eval.registry import load_task
+from lab.eval.variants import parse_variants
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.registry import load_task
-from vllm_pyramid.tools.eval.variants import parse_variants
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
@@ -263,7 +263,7 @@ def test_the_packaged_tables_name_what_there_is(modules: dict[str, ModuleType]) 
             load = modules["own_tasks"].load_task
         else:
             flags = [p for key, value in table.engine.items() for p in (f"--{key}", str(value))]
-            args = _build_parser().parse_args(["eval", *flags])
+            args = parse_args(flags)
             assert parse_variants(args.policies, "--policies")
             names = args.tasks.split(",")
         assert [load(name).name for name in names] == list(names)
@@ -304,7 +304,7 @@ def test_intervals(modules: dict[str, ModuleType]) -> None:
 
 @pytest.mark.engine
 def test_a_table_of_the_engine(tmp_path: Path) -> None:
-    """Its flags reach `vllm-pyramid eval`, whose tables are shown."""
+    """Its flags reach `python -m lab.eval`, whose tables are shown."""
     flags = {"policies": "full", "tasks": "needle", "lengths": "128", "samples": 1}
     done = command(tmp_path, tables={"served": {"title": "The engine", "engine": flags}})
     assert done.returncode == 0, done.stderr[-2000:]

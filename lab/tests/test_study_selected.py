@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lab.tests.study_scripts import Sizes, step_of_noise, study_scripts
-from vllm_pyramid.kernels import reference_pages
-from vllm_pyramid.kernels.page_records import PageBatch
 from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.pages.kernels import reference as reference_pages
+from vllm_pyramid.methods.pages.kernels.records import PageBatch
 from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu

@@ -8,7 +8,7 @@ import torch
 
 from lab.tests.study_scripts import study_scripts
 from tests.kernels.uneven_tiles import uneven
-from vllm_pyramid.kernels.tiles import choose_tiles
+from vllm_pyramid.methods.tiles.attention import choose_tiles
 
 pytestmark = pytest.mark.cpu
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import Engine
+from vllm_pyramid.methods.pages.kernels import page_ops
 from vllm_pyramid.methods.pages.worker import PageSelector
 
 Pages = dict[tuple[str, int, int], list[list[int]]]  # request, layer, position: a KV head each
@@ -20,7 +21,7 @@ Pages = dict[tuple[str, int, int], list[list[int]]]  # request, layer, position:
 @contextmanager
 def pages_read(engine: Engine) -> Iterator[Pages]:
     """Notes which pages each choosing token reads, from what attention is given."""
-    ops = next(iter(selecting_layers(engine))).impl.ops
+    ops: Any = page_ops(next(iter(selecting_layers(engine))).impl.ops)
     found: Pages = {}
     before, select = PageSelector.before_attention, ops.select_pages
     current: list[Any] = []

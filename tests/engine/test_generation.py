@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.methods.accumulated.kernels import cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

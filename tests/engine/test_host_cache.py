@@ -184,7 +184,8 @@ def test_a_prefix_comes_back_with_its_summaries(
     after = totals(engine)
     assert after["hits"] - before["hits"] == found
     block = engine.coordinator.layer_specs[0]
-    moved = block.page_size_bytes + block.summary_bytes(2)
+    summary = 2 * block.num_kv_heads * block.head_size * max(block.dtype.itemsize, 2)
+    moved = block.page_size_bytes + summary
     assert after["bytes_loaded"] - before["bytes_loaded"] == found // BLOCK * LAYERS * moved
     engine.check_whole()
     push_out(engine)  # what was kept on the device is in the host, and so in a file

@@ -330,15 +330,14 @@ def test_v_of_few_keys_costs_no_perplexity(engines: EnginePool) -> None:
     from vllm_pyramid.tools.demo import model_path
     from vllm_pyramid.tools.eval.forced import forced_params
     from vllm_pyramid.tools.eval.haystack import load_tokens
-    from vllm_pyramid.tools.eval.registry import load_task
 
     values = load_policy("kcache").values
     assert isinstance(values, HostValues)
     tokens = load_tokens(model_path())
     prompts = []
-    for sample in load_task("perplexity").samples(tokens, 1024, 12, seed=0):
-        prompt = tokens.encode(sample.prompt)
-        prompts.append((prompt, tokens.encode(sample.prompt + sample.answers[0])[len(prompt) :]))
+    for index in range(12):
+        ids = tokens.encode(" ".join(tokens.passage(random.Random(index), 1088)))
+        prompts.append((ids[:1024], ids[1024:]))
     engine = _built_in(engines, "kcache", kv_policy_args={"top_n": 32})
     perplexity = []
     for extra in ({"kv_policy": "full"}, {"kv_top_n": values.top_n}):

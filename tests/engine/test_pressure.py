@@ -57,12 +57,13 @@ def _short_of(engine: Engine, missing: Callable[[int], int]) -> Iterator[None]:
     def grown(running: Any) -> Any:
         return growth(running) + engine.pool.get_num_free_blocks() + missing(next(steps))
 
-    spare, pressure._growth, pressure._spare = pressure._spare, grown, 0
+    before = pressure._spare, pressure._of_step
+    pressure._growth, pressure._spare, pressure._of_step, pressure._calm = grown, 0, 1 << 60, 0
     try:
         yield
     finally:
         del pressure._growth
-        pressure._spare = spare
+        pressure._spare, pressure._of_step = before
 
 
 @pytest.mark.parametrize("policy", ["auto", "pyramidkv"])

@@ -23,7 +23,7 @@ from tests.engine.support import (
 )
 from tests.engine.thinned_paper import Settings, ThinnedModel
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.methods.thinning.kernels import cpu
 
 pytestmark = pytest.mark.engine
 

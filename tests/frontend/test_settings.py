@@ -150,6 +150,16 @@ def test_none_keeps_the_plugin_inert() -> None:
         ({"kv_policy": "snapkv", "kv_policy_args": {"x": 1}}, "unknown argument 'x'"),
         ({"kv_policy": "snapkv", "kv_policy_args": "{"}, "not valid JSON.*line 1, column 2"),
         ({"kv_policy": "snapkv", "kv_trace": True}, "kv_trace must be"),
+        ({"kv_policy": "snapkv", "kv_evict": "never"}, "always or pressure, not 'never'"),
+        ({"kv_policy": "h2o", "kv_evict": "pressure"}, "also while it generates"),
+        (
+            {
+                "kv_policy": "snapkv",
+                "kv_evict": "always",
+                "kv_policy_args": {"schedule": "pressure"},
+            },
+            "does not always evict",
+        ),
         ({"kv_policy": "snapkv", "kv_admission": "later"}, "forecast or prompt, not 'later'"),
         ({"kv_policy": "snapkv", "kv_admission": True}, "forecast or prompt, not True"),
         ({"kv_admission": "forecast"}, "kv_admission without a kv_policy"),

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.kernels.records import (
-    AttentionBatch,
-    RecentBatch,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 
 def take(record: type, options: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tests.kernels.conftest import Batch, build_batch
-from vllm_pyramid.kernels.page_records import SUMMARY_ROWS, PageBatch, PageSelection
 from vllm_pyramid.kernels.records import AttentionBatch
+from vllm_pyramid.methods.pages.kernels.records import SUMMARY_ROWS, PageBatch, PageSelection
 
 
 @dataclass

@@ -18,8 +18,7 @@ from tests.kernels.arguments import (
     take_reduction,
     take_softmax,
 )
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
+from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax, WindowBatch
 
 pytestmark = pytest.mark.cpu

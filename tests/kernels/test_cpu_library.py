@@ -15,17 +15,18 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.kernels.every_kernel import contracts_of
 from tests.plumbing.reference_time import ReferenceTime
 from vllm_pyramid import kernels as ops
 from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
 
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = [name for name in dir(Ops) if not name.startswith("_")]
+REFERENCES = [(*found, True) for found in contracts_of(reference)]
+FUNCTIONS = [*((*found, False) for found in contracts_of(cpu)), *REFERENCES]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -44,15 +45,16 @@ def test_library_was_built() -> None:
     assert cpu.current_isa() in cpu_library.ISAS
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("module", [cpu, reference])
-def test_signatures_are_the_contract(module: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(("contract", "module", "name", "is_reference"), FUNCTIONS)
+def test_signatures_are_the_contract(
+    contract: type, module: ModuleType, name: str, is_reference: bool
+) -> None:
     """Compare parameters exactly; only the reference has one more, its `compute_dtype`."""
-    wanted = inspect.signature(getattr(Ops, name)).parameters
+    wanted = inspect.signature(getattr(contract, name)).parameters
     found = inspect.signature(getattr(module, name)).parameters
     assert [*found.values()][: len(wanted) - 1] == [*wanted.values()][1:]
     extra = [*found][len(wanted) - 1 :]
-    assert extra in ([], ["compute_dtype"] if module is reference else [])
+    assert extra in ([], ["compute_dtype"] if is_reference else [])
 
 
 def test_variable_forces_the_instruction_set() -> None:

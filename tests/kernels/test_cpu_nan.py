@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.page_records import SUMMARY_ROWS, PageBatch
-from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax
+from tests.kernels.every_kernel import cpu, reference
+from vllm_pyramid.kernels.records import Reduction, Softmax
+from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
+from vllm_pyramid.methods.pages.kernels import reference as page_reference
+from vllm_pyramid.methods.pages.kernels.records import SUMMARY_ROWS, PageBatch
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 
@@ -285,10 +287,10 @@ def test_summaries_of_pages(each_isa: Callable[[], Iterator[str]], kind: str) ->
         module.summarise_pages(pool, keys, table, zeros, lens, zeros, kind=kind, max_pages=8)
         return pool
 
-    wrong = summaries(reference).isnan()
+    wrong = summaries(page_reference).isnan()
     assert wrong.any() and not wrong[3, 1].any(), "the test spoils nothing"
     for isa in each_isa():
-        assert torch.equal(summaries(cpu).isnan(), wrong), isa
+        assert torch.equal(summaries(page_cpu).isnan(), wrong), isa
 
 
 @pytest.mark.parametrize("combine", ["mean", "max"])
@@ -305,10 +307,10 @@ def test_scores_of_pages(each_isa: Callable[[], Iterator[str]], combine: str) ->
         )
         return found
 
-    wrong = scores(reference).isnan()
+    wrong = scores(page_reference).isnan()
     assert wrong[0, 0, :7].all() and not wrong[0, 1].any()
     for isa in each_isa():
-        assert torch.equal(scores(cpu).isnan(), wrong), isa
+        assert torch.equal(scores(page_cpu).isnan(), wrong), isa
 
 
 def pages_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:

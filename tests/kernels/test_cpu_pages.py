@@ -16,8 +16,15 @@ from tests.kernels.arguments import head_sinks
 from tests.kernels.pages import Pages, build_pages
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.page_records import SCORE_KINDS, SUMMARY_KINDS, PageBatch, PageSelection
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
+from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
+from vllm_pyramid.methods.pages.kernels import reference as page_reference
+from vllm_pyramid.methods.pages.kernels.records import (
+    SCORE_KINDS,
+    SUMMARY_KINDS,
+    PageBatch,
+    PageSelection,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -59,9 +66,9 @@ def test_summaries(each_isa: EachIsa, kind: str, dtype: torch.dtype, head_size: 
     pages = made(dtype, head_size=head_size, layout="rows")
     for held in (torch.float32, torch.bfloat16):
         right = pages.pool(kind)
-        pages.summarise(reference, right, kind, compute_dtype=torch.float64)
+        pages.summarise(page_reference, right, kind, compute_dtype=torch.float64)
         for isa in each_isa():
-            found = summaries(cpu, pages, kind, held)
+            found = summaries(page_cpu, pages, kind, held)
             exact = kind == "box" and (dtype is not torch.float16 or held is torch.float32)
             exact = exact and not (dtype is torch.float32 and held is torch.bfloat16)
             low = held is torch.bfloat16
@@ -87,15 +94,15 @@ def test_scores(
         pool = torch.randn(shape, generator=generator).to(dtype)
     else:
         held = torch.bfloat16 if group == 7 else torch.float32
-        pool = summaries(reference, pages, kind, held)
+        pool = summaries(page_reference, pages, kind, held)
     options: dict[str, Any] = {"kind": kind}
     if group == 4:
         sinks = head_sinks(8) - 8
         softmax = Softmax(head_size**-0.5, soft_cap=5.0, sinks=sinks)
         options["combine"] = "max"
-    right = reference.score_pages(rows, softmax, pool, **options, compute_dtype=torch.float64)
+    right = page_reference.score_pages(rows, softmax, pool, **options, compute_dtype=torch.float64)
     for isa in each_isa():
-        found = cpu.score_pages(rows, softmax, pool, **options)
+        found = page_cpu.score_pages(rows, softmax, pool, **options)
         torch.testing.assert_close(
             found, right, rtol=2e-3, atol=1e-6, msg=lambda text, isa=isa: f"{isa}: {text}"
         )
@@ -103,16 +110,16 @@ def test_scores(
 
 def test_rows_score_the_same_alone_and_on_two_threads(each_isa: EachIsa, two_threads: None) -> None:
     pages = made(torch.bfloat16, group=4)
-    pool = summaries(cpu, pages, "spread", torch.bfloat16)
+    pool = summaries(page_cpu, pages, "spread", torch.bfloat16)
     rows, softmax = pages.rows(), Softmax(0.125)
     for isa in each_isa():
-        together = cpu.score_pages(rows, softmax, pool, kind="spread")
+        together = page_cpu.score_pages(rows, softmax, pool, kind="spread")
         for s in range(len(together)):
             one = replace(rows, **{
                 name: getattr(rows, name)[s : s + 1]
                 for name in ("query", "requests", "positions", "skips")
             })  # fmt: skip
-            alone = cpu.score_pages(one, softmax, pool, kind="spread")
+            alone = page_cpu.score_pages(one, softmax, pool, kind="spread")
             assert torch.equal(alone[0], together[s, :, : alone.shape[2]]), (isa, s)
 
 
@@ -126,8 +133,9 @@ def test_no_product_exceeds_its_box(data: st.DataObject) -> None:
     scale = data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
     pages = build_pages([length], [1], dtype=dtype, seed=seed, kv_heads=1, group=1)
     pages.batch.query.mul_(scale)
-    bound = summaries(cpu, pages, "box", dtype)
-    assert torch.equal(bound.nan_to_num(7), summaries(reference, pages, "box", dtype).nan_to_num(7))
+    bound = summaries(page_cpu, pages, "box", dtype)
+    right = summaries(page_reference, pages, "box", dtype)
+    assert torch.equal(bound.nan_to_num(7), right.nan_to_num(7))
     q = pages.batch.query[0, 0].double()
     most = bound[pages.batch.block_table[0, : length // 16].long(), 0].double()
     products = (torch.cat([q.clamp(min=0), q.clamp(max=0)]) * most).sum(-1)
@@ -156,8 +164,8 @@ def test_selection_is_the_references(data: st.DataObject) -> None:
     scores = torch.randint(0, levels, (count, 2, 61), generator=generator).float() - 3
     budgets = int32(*(data.draw(st.integers(1, 70)) for _ in range(count)))
     options = {"sinks": data.draw(st.integers(0, 5)), "recent": data.draw(st.integers(1, 5))}
-    found = cpu.select_pages(rows, scores, budgets, **options)
-    right = reference.select_pages(rows, scores, budgets, **options)
+    found = page_cpu.select_pages(rows, scores, budgets, **options)
+    right = page_reference.select_pages(rows, scores, budgets, **options)
     for name in ("pages", "block_table", "counts", "seq_lens", "skips"):
         assert torch.equal(getattr(found, name), getattr(right, name)), name
 
@@ -196,7 +204,7 @@ def test_all_pages_are_dense_attention(
     """Give a budget beyond every length: the lists are the tables, and so are the bits."""
     pages = made(dtype, group=group, head_size=head_size, block_size=block_size)
     softmax = Softmax(head_size**-0.5, soft_cap=9.0 if group == 7 else 0.0)
-    found = chosen(cpu, pages, 10**6)
+    found = chosen(page_cpu, pages, 10**6)
     for isa in each_isa():
         dense = attend(cpu, pages.attention(None), softmax)
         assert not dense.isnan().any()
@@ -260,7 +268,7 @@ def test_only_the_chosen_pages_are_read(
         batch.key_cache, batch.value_cache = (
             cache.float().to(dtype) for cache in (batch.key_cache, batch.value_cache)
         )
-    found = chosen(reference, pages, 6)
+    found = chosen(page_reference, pages, 6)
     assert found.counts.tolist() == [6] * 4
     softmax = Softmax(head_size**-0.5)
     attention = pages.attention(found)
@@ -289,21 +297,21 @@ def test_only_the_chosen_pages_are_read(
 def test_values_that_do_not_fit_are_errors() -> None:
     pages = build_pages([100], [1])
     rows, batch = pages.rows(), pages.batch
-    pool = summaries(cpu, pages, "box", torch.float32)
+    pool = summaries(page_cpu, pages, "box", torch.float32)
     with pytest.raises(ValueError, match="requests of row 0 is 1, but block_table has 1 rows"):
-        cpu.score_pages(replace(rows, requests=int32(1)), Softmax(0.1), pool, kind="box")
+        page_cpu.score_pages(replace(rows, requests=int32(1)), Softmax(0.1), pool, kind="box")
     far = replace(rows, positions=int32(8 * 16), max_pages=9)
     with pytest.raises(ValueError, match="its row of block_table holds 128"):
-        cpu.score_pages(far, Softmax(0.1), pool, kind="box")
+        page_cpu.score_pages(far, Softmax(0.1), pool, kind="box")
     with pytest.raises(ValueError, match="block_table names block"):
-        cpu.score_pages(rows, Softmax(0.1), pool[:0], kind="box")
+        page_cpu.score_pages(rows, Softmax(0.1), pool[:0], kind="box")
     with pytest.raises(ValueError, match="row 0 has 6 candidates, more than the 3 columns"):
-        cpu.score_pages(replace(rows, max_pages=4), Softmax(0.1), pool, kind="box")
+        page_cpu.score_pages(replace(rows, max_pages=4), Softmax(0.1), pool, kind="box")
     with pytest.raises(ValueError, match="scores has 5 columns"):
-        cpu.select_pages(rows, torch.zeros(1, 2, 5), int32(3))
+        page_cpu.select_pages(rows, torch.zeros(1, 2, 5), int32(3))
     wide = build_pages([100], [1], head_size=264)
     with pytest.raises(ValueError, match="up to 512 numbers"):
-        cpu.score_pages(wide.rows(), Softmax(0.1), wide.pool("box"), kind="box")
+        page_cpu.score_pages(wide.rows(), Softmax(0.1), wide.pool("box"), kind="box")
     lists = batch.block_table[:, None].expand(-1, 2, -1)
     out = torch.empty_like(batch.query)
     attention = replace(batch.attention(), block_table=lists)

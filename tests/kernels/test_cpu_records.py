@@ -13,20 +13,27 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.every_kernel import cpu
 from tests.kernels.pages import build_pages
 from vllm_pyramid.kernels.cpu import attention as cpu_attention
 from vllm_pyramid.kernels.cpu import checks as cpu_checks
 from vllm_pyramid.kernels.cpu import eviction as cpu_eviction
-from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
-from vllm_pyramid.kernels.cpu import pages as cpu_pages
 from vllm_pyramid.kernels.cpu import structs as cpu_records
-from vllm_pyramid.kernels.page_records import PageSelection
-from vllm_pyramid.kernels.records import RecentBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.accumulated.kernels import cpu as mass_cpu
+from vllm_pyramid.methods.host_values.kernels import cpu as value_cpu
+from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
+from vllm_pyramid.methods.pages.kernels.records import PageSelection
+from vllm_pyramid.methods.thinning.kernels import cpu as recent_cpu
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 
 HEADER = Path(__file__).parents[2] / "csrc" / "cpu" / "abi.h"
+
+# All that pack records.
+MODULES = (cpu_attention, cpu_eviction, mass_cpu, value_cpu, page_cpu, recent_cpu)
 
 
 def test_the_largest_head_size_is_the_librarys() -> None:
@@ -111,7 +118,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(record: type[ctypes.Structure], function: Any, *inputs: Any, **options: Any) -> Any:
         seen: list[bytes] = []
-        for module in (cpu_attention, cpu_eviction, cpu_pages):
+        for module in MODULES:
             monkeypatch.setattr(module, "run", lambda name, bytes_: seen.append(bytes_))
         function(*inputs, **options)
         return record.from_buffer_copy(seen[0])
@@ -226,7 +233,7 @@ def test_pages(packed: Any) -> None:
     batch, pool = pages.batch, pages.pool("spread", torch.float16)
     key, table, lens, skips = batch.key_cache, batch.block_table, batch.seq_lens, batch.skips
     starts = torch.zeros_like(lens)
-    inputs = (cpu.summarise_pages, pool, key, table, starts, lens, skips)
+    inputs = (page_cpu.summarise_pages, pool, key, table, starts, lens, skips)
     record = packed(cpu_records.PyrSummaries, *inputs, kind="spread")
     assert (record.summaries, record.key) == (pool.data_ptr(), key.data_ptr())
     assert (record.table, record.starts) == (table.data_ptr(), starts.data_ptr())
@@ -240,7 +247,7 @@ def test_pages(packed: Any) -> None:
 
     rows = replace(pages.rows(), key_scale=0.5)
     sinks, out = torch.zeros(6, dtype=torch.float16), torch.zeros(9, 2, 11)
-    inputs = (cpu.score_pages, rows, Softmax(0.25, soft_cap=3.0, sinks=sinks), pool)
+    inputs = (page_cpu.score_pages, rows, Softmax(0.25, soft_cap=3.0, sinks=sinks), pool)
     record = packed(cpu_records.PyrPageScores, *inputs, kind="spread", combine="max", out=out)
 
     def check_rows(record: Any) -> None:
@@ -267,7 +274,7 @@ def test_pages(packed: Any) -> None:
 
     scores, budgets = torch.zeros(8, 2, 13)[:, :, :12], torch.full_like(rows.positions, 4)
     chosen = PageSelection.empty(8, 2, 5, scores.device)
-    inputs = (cpu.select_pages, rows, scores, budgets)
+    inputs = (page_cpu.select_pages, rows, scores, budgets)
     record = packed(cpu_records.PyrPageSelect, *inputs, sinks=1, recent=2, out=chosen)
     check_rows(record)
     lists = (chosen.block_table, chosen.pages)

@@ -16,16 +16,9 @@ import torch
 
 from tests.kernels.arguments import head_sinks
 from tests.kernels.conftest import Batch
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.records import (
-    FP8_DTYPES,
-    AttentionBatch,
-    RecentBatch,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
+from tests.kernels.every_kernel import cpu, reference
+from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

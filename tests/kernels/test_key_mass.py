@@ -13,8 +13,7 @@ import torch
 
 from tests.kernels.arguments import take_softmax
 from tests.kernels.conftest import STALE_BLOCK
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
+from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Softmax
 
 pytestmark = pytest.mark.cpu

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.every_kernel import cpu, reference
 from tests.kernels.pages import Pages, build_pages
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.page_records import SCORE_KINDS, SUMMARY_KINDS, PageSelection
 from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
+from vllm_pyramid.methods.pages.kernels import reference as page_reference
+from vllm_pyramid.methods.pages.kernels.records import SCORE_KINDS, SUMMARY_KINDS, PageSelection
 
 pytestmark = pytest.mark.cpu
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.cpu
 LENS = [1, 9, 300, 64, 700]
 QUERY_LENS = [1, 1, 5, 1, 2]
 SKIPS = [0, 0, 37, 0, 128]
-EACH_MODULE = pytest.mark.parametrize("module", [reference, cpu], ids=["reference", "cpu"])
+MODULES = [page_reference, page_cpu]
+EACH_MODULE = pytest.mark.parametrize("module", MODULES, ids=["reference", "cpu"])
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -123,7 +125,7 @@ def test_scores_by_hand() -> None:
         logits["rows"].append(float((apart[block, 0].double() @ q).max()))
     for kind in SCORE_KINDS:
         right = (torch.tensor(logits[kind], dtype=torch.float64) / 8).softmax(0)
-        out = scored(reference, pages, kind, **({"pool": apart} if kind == "rows" else {}))
+        out = scored(page_reference, pages, kind, **({"pool": apart} if kind == "rows" else {}))
         assert out.shape == (1, 1, 4)
         torch.testing.assert_close(out[0, 0].double(), right, rtol=1e-5, atol=1e-7)
 
@@ -250,7 +252,8 @@ def test_what_does_not_fit_is_an_error(module: Any) -> None:
 def test_reference_attends_to_the_chosen_pages() -> None:
     """Compare with the softmax over the keys of the listed pages alone, in float64."""
     pages = build_pages([300, 84], [2, 1], skips=[37, 0])
-    found = reference.select_pages(pages.rows(), scored(reference, pages, "spread"), int32(5, 5, 3))
+    scores = scored(page_reference, pages, "spread")
+    found = page_reference.select_pages(pages.rows(), scores, int32(5, 5, 3))
     assert found.counts.tolist() == [5, 5, 3]
     out = torch.empty(pages.batch.query.shape, dtype=torch.float64)
     attention, softmax = pages.attention(found), Softmax(0.125)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.kernels.arguments import head_sinks, take_softmax
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
-from vllm_pyramid.kernels.records import RecentBatch
+from tests.kernels.every_kernel import cpu, reference
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

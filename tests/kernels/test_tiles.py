@@ -17,7 +17,7 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.gather_tokens import gather_tokens
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
-from vllm_pyramid.kernels.tiles import attend_tiles, choose_tiles
+from vllm_pyramid.methods.tiles.attention import attend_tiles, choose_tiles
 from vllm_pyramid.plan.tiles import TILE
 
 pytestmark = pytest.mark.cpu

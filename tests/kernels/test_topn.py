@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.arguments import take_softmax
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.cpu import functions as cpu
+from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Softmax
 
 pytestmark = pytest.mark.cpu

@@ -16,10 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def kernel_names() -> set[str]:
-    """Return the name of every `*_kernel` in `vllm_pyramid/kernels/triton/`."""
+    """Return the name of every `*_kernel` of the package, those of single methods included."""
+    package = ROOT / "vllm_pyramid"
     return {
         node.name
-        for path in (ROOT / "vllm_pyramid" / "kernels" / "triton").glob("*.py")
+        for path in (*package.glob("kernels/triton/*.py"), *package.glob("methods/*/kernels/*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     }

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from tests.methods.lanes import G, L, N, Prompts, are_best
 from tests.steps import make_context
 from vllm_pyramid.kernels import get_ops, reference
-from vllm_pyramid.kernels.solve import joint_lengths
 from vllm_pyramid.methods import kvpress_presses
+from vllm_pyramid.methods.adaptive_heads.lengths import joint_lengths
 from vllm_pyramid.methods.streaming_heads.split import HeadLengths
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan, least_given_back
 from vllm_pyramid.policy import Policy, load_policy
@@ -208,7 +208,7 @@ BACK_ENDS = [pytest.param(reference, id="reference"), pytest.param(get_ops("cpu"
 def test_lengths_and_caches_of_ragged_prompts(ops: Any, fill_blocks: bool, alpha: float) -> None:
     policy = by_norms("40%", alpha=alpha, fill_blocks=fill_blocks)
     prompts = Prompts(policy, [90, 41, 63, 12], ops=ops)
-    assert prompts.evictions.unsolved.tolist() == [0, 1, 2, 3]
+    assert prompts.evictions.deferred.tolist() == [0, 1, 2, 3]
     prompts.run()
     assert not prompts.evictions.failures.of
     for row in range(4):
@@ -301,13 +301,13 @@ def test_lengths_that_break_the_sum_of_a_layer_fail_their_request(
 ) -> None:
     prompts = Prompts(by_norms("40%"), [90, 89])
     assert prompts.deferred is not None
-    right = prompts.deferred.method.solve
+    right = prompts.deferred.method.decide
 
     def wrong(plans: Any, evidence: torch.Tensor) -> Any:
         first, *others = right(plans, evidence)
         return [first + np.array([1, 0]), *others]
 
-    monkeypatch.setattr(prompts.deferred.method, "solve", wrong)
+    monkeypatch.setattr(prompts.deferred.method, "decide", wrong)
     prompts.run()
     assert set(prompts.evictions.failures.of) == {"r0"}
     assert "add up to 73 tokens" in prompts.evictions.failures.of["r0"].reason

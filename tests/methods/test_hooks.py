@@ -309,8 +309,8 @@ class Scores(EvictionHooks):
         return None
 
 
-class Solves(Scores):
-    def solve(self, plans: Any, evidence: Any) -> Any: ...
+class Decides(Scores):
+    def decide(self, plans: Any, evidence: Any) -> Any: ...
 
 
 def test_two_that_want_to_score_are_refused() -> None:
@@ -318,8 +318,8 @@ def test_two_that_want_to_score_are_refused() -> None:
         MethodHooks([Scores("one"), Attends(), Scores("two")])
     with pytest.raises(ValueError, match="both want to score evictions inside prompts"):
         MethodHooks([Scores("one", inside=True), Scores("two", inside=True)])
-    with pytest.raises(ValueError, match="both want to solve"):
-        MethodHooks([Solves("one"), Solves("two", inside=True)])
+    with pytest.raises(ValueError, match="both want to decide the lengths"):
+        MethodHooks([Decides("one"), Decides("two", inside=True)])
     one, two = Scores("one"), Scores("two", inside=True)
     both = MethodHooks([one, two])
     assert both.scorer is one and both.scorer_inside is two

@@ -18,7 +18,7 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
-from vllm_pyramid.kernels.solve import best_lengths, least_lengths, minimum_budgets
+from vllm_pyramid.methods.solved.lengths import best_lengths, least_lengths, minimum_budgets
 from vllm_pyramid.methods.solved.worker import LayerSolver
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
@@ -208,7 +208,7 @@ def test_solved_and_averaged_prompts_in_one_step() -> None:
     """Each layer shortens the averaged ones at once; the solved ones wait for the last layer."""
     shares = {ALLOCATOR_KEY: {"kind": "shares", "shares": [1.0, 0.0, 3.0]}}
     step = Step(POLICIES["xkv"], [90, 63, 41], overrides={"r0": shares, "r2": shares})
-    assert step.evictions.unsolved.tolist() == [1]
+    assert step.evictions.deferred.tolist() == [1]
     solver = make_solver(step.policy)
     for layer in range(LAYERS):
         context = LayerContext(step.retention, layer, deferred=solver)
@@ -236,7 +236,7 @@ def test_solved_and_averaged_prompts_in_one_step() -> None:
 
 def test_whole_prompts_among_solved_ones() -> None:
     step = Step(POLICIES["xkv"], [90, 70, 20], overrides={"r0": {"kv_policy": "full"}})
-    assert step.evictions.unsolved.tolist() == [1]
+    assert step.evictions.deferred.tolist() == [1]
     step.run(reference)
     alone = Step(POLICIES["xkv"], [70])
     alone.run(reference)

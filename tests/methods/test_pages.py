@@ -16,6 +16,7 @@ from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages, choosing
+from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.reads import PageReads, StepReads
 from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
 from vllm_pyramid.methods.pages.worker import PageSelector
@@ -180,7 +181,7 @@ def test_quest_chooses_its_authors_pages(seed: int) -> None:
     cache = torch.randn(64, HEADS, N, SIZE, generator=source)
     selector.summaries.rows.fill_(torch.nan)
     pages = table[0, : length // N].long()
-    reference.summarise_pages(
+    page_reference.summarise_pages(
         selector.summaries.rows, cache, table, *(torch.tensor([x], dtype=torch.int32)
         for x in (0, length // N * N, 0)), kind="box",
     )  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.methods.lanes import G, L, N, Prompts, are_best
-from vllm_pyramid.kernels.solve import least_count
+from vllm_pyramid.methods.adaptive_heads.lengths import least_count
 from vllm_pyramid.methods.recovering_heads import lowered
 from vllm_pyramid.plan import Budget, DeferredPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
@@ -84,7 +84,7 @@ def test_the_longest_are_lowered_to_one_level(lengths: list[int], data: st.DataO
 def test_lengths_and_caches(budget: str | int, recovery: float) -> None:
     policy = recovering(budget, recovery=recovery, fill_blocks=False)
     prompts = Prompts(policy, [90, 41, 63])
-    assert prompts.evictions.unsolved.tolist() == [0, 1, 2]
+    assert prompts.evictions.deferred.tolist() == [0, 1, 2]
     prompts.run()
     assert not prompts.evictions.failures.of
     kinds = set()
@@ -159,7 +159,7 @@ def test_policies_that_cannot_have_recovering_heads(args: dict[str, Any], messag
     ],
 )
 def test_scorers_whose_shares_mean_something(args: dict[str, Any]) -> None:
-    assert load_policy("fastgen", None, args).solves
+    assert load_policy("fastgen", None, args).defers
 
 
 def test_a_head_whose_scores_are_those_of_sinks_keeps_nothing_else() -> None:

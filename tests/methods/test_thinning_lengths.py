@@ -167,7 +167,7 @@ def test_lengths_of_what_is_generated(
         for layer in range(layers):
             part = low + (high - low) * (math.cos(math.pi * layer / layers) + 1) / 2
             assert abs(kept[layer] - left * generated["gen_compress_ratio"] * part) < 1 + 1e-6
-        assert now.computed == n + count and not now.thinned
+        assert now.computed == n + count and not now.in_pieces
         assert (now.keep == plan.end.held + kept + count - left).all()
         assert (now.front == plan.end.held).all() and (now.recent == count - left).all()
         unit = block_size if args["fill_blocks"] else 1

@@ -14,8 +14,8 @@ from tests.steps import make_context
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import Softmax
-from vllm_pyramid.kernels.tiles import attend_tiles, choose_tiles
 from vllm_pyramid.methods.tiles import AntidiagonalTiles
+from vllm_pyramid.methods.tiles.attention import attend_tiles, choose_tiles
 from vllm_pyramid.methods.tiles.reads import TileReads
 from vllm_pyramid.methods.tiles.worker import TileAttention
 from vllm_pyramid.policy import load_policy

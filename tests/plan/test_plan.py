@@ -47,12 +47,12 @@ SPLIT = {n for n, policy in PRESETS.items() if not policy.heads.has_budget}
 KNOWN = [
     policy
     for name, policy in PRESETS.items()
-    if not policy.solves
+    if not policy.defers
     and name not in THINNED  # those: tests/methods/test_thinning_lengths.py
     and name not in SPLIT  # those: tests/methods/test_streaming_heads.py
 ]
 SOLVED = [
-    *(policy for policy in PRESETS.values() if policy.solves),
+    *(policy for policy in PRESETS.values() if policy.defers),
     load_policy("xkv", None, {"fill_blocks": False, "sinks": 4}),
     load_policy("xkv", None, {"retention": 0.9}),
 ]
@@ -203,7 +203,7 @@ def test_which_policies_evict_and_need_scores() -> None:
     assert on_host == {"kcache"}
     assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host
     needs = {name for name, policy in PRESETS.items() if policy.scorer.needs_queries}
-    solved = {name for name, policy in PRESETS.items() if policy.solves}
+    solved = {name for name, policy in PRESETS.items() if policy.defers}
     assert solved == {"xkv", "zigzagkv", "adakv", "fastgen"}
     assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
     seen_without = {"full", "kcache", "streaming-llm", "h2o", "scissorhands", *THINNED}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pyramid.tools.models import MissingModelError, model_folder
+from lab.models.folders import MissingModelError, model_folder
 
 
 def real_model(name: str) -> Path:

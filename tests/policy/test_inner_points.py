@@ -123,7 +123,7 @@ def test_a_bound_of_any_length() -> None:
 @pytest.mark.parametrize(
     ("policy", "args", "message"),
     [
-        ("xkv", {"chunk.tokens": 256}, "solves the lengths from the scores of a whole prompt"),
+        ("xkv", {"chunk.tokens": 256}, "decides the lengths from the scores of a whole prompt"),
         ("pyramidinfer", {"chunk.tokens": 256}, "thins prompts between layers"),
         ("full", {"chunk.tokens": 256}, "keeps every token"),
         ("kcache", {"chunk.tokens": 256}, "evictions at the prompt's end alone"),

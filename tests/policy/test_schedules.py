@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.plan import EvictionPoint, IntArray, RetentionPlan
+from vllm_pyramid.plan import EvictionPoint, IntArray, LevelPlan, RetentionPlan
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.kept_spans import check_spans_fit
+from vllm_pyramid.policy.request import ServedRequest
 from vllm_pyramid.policy.schedules import IntervalSchedule
 
 pytestmark = pytest.mark.cpu
@@ -120,7 +123,13 @@ def test_a_schedule_may_set_lengths_and_protect_tokens() -> None:
         ("h2o", {"schedule": "thin_generated"}, "its scorer is 'accumulated_attention'"),
         ("h2o", {"interval": 0}, "greater than or equal to 1"),
         ("h2o", {"recent": 1.0}, "less than 1"),
-        ("h2o", {"schedule": "hourly"}, "valid kinds: interval, prompt_end"),
+        ("full", {"schedule": "pressure"}, "keeps every token"),
+        ("xkv", {"schedule": "pressure"}, "`allocator: global` cannot evict later"),
+        ("duoattention", {"schedule": "pressure"}, "`heads: streaming` cannot evict later"),
+        ("snapkv", {"schedule": "pressure", "schedule.levels": ["25%", "50%"]}, "that fall"),
+        ("snapkv", {"schedule": "pressure", "schedule.levels": ["50%", "100"]}, "shares of the"),
+        ("snapkv", {"schedule": "pressure", "chunk.tokens": 256}, "`chunk: points` cannot evict"),
+        ("h2o", {"schedule": "hourly"}, "valid kinds: interval, pressure, prompt_end"),
     ],
 )
 def test_what_is_refused(policy: str, args: dict[str, Any], message: str) -> None:
@@ -138,3 +147,52 @@ def test_who_works_in_every_step() -> None:
     assert not load_policy("pyramidkv").works_in_every_step
     # Without later evictions it still has to look at every query of the prompt.
     assert load_policy("h2o", None, {"schedule": "prompt_end"}).works_in_every_step
+
+
+@settings(deadline=None)
+@given(
+    prompt_len=st.integers(0, 2000),
+    budget=st.one_of(st.integers(17, 600), st.sampled_from(["1%", "12%", "30%", "100%"])),
+    levels=st.sets(st.sampled_from(["90%", "60%", "50%", "25%", "20%"])),
+    allocator=st.sampled_from(["uniform", "arithmetic"]),
+    layers=st.integers(1, 9),
+)
+def test_levels_are_nested_and_end_at_the_floor(
+    prompt_len: int, budget: int | str, levels: set[str], allocator: str, layers: int
+) -> None:
+    """An order to each level is an eviction to its budget; the last one is the policy's own."""
+    args = {"allocator": allocator, "window": 16}
+    falling = sorted(levels, reverse=True)
+    under_pressure = {**args, "schedule": "pressure", "schedule.levels": falling}
+    policy = load_policy("snapkv", budget, under_pressure)
+    plan, always = (
+        policy.plan(prompt_len, layers, 16),
+        plan_of("snapkv", budget, args, prompt_len, layers, 16),
+    )
+    if not always.evicts:
+        assert not plan.evicts and not plan.waits_for_orders
+        return
+    assert isinstance(plan, LevelPlan) and plan.evicts and plan.untouched is None
+    assert not plan.skip_after(plan.evictions_by(prompt_len + 100)).any()
+    skips = [level.skip for level in plan.levels]
+    assert (skips[-1] == always.end.skip).all() and len(skips) <= 1 + len(levels)
+    for before, after in pairwise([plan.end.skip, *skips]):
+        assert (before <= after).all() and (before < after).any()
+    every = [
+        load_policy("snapkv", one, args).plan(prompt_len, layers, 16).end.skip for one in falling
+    ]
+    assert all(any((skip == one).all() for one in every) for skip in skips[:-1])
+    ordered = plan.ordered(range(len(skips)))
+    for number, skip in enumerate(skips, 1):
+        assert (ordered.skip_after(number) == skip).all()
+    assert ordered.evictions_by(prompt_len) == len(skips)
+    assert ordered.next_eviction(prompt_len) is None
+    assert (plan.estimate().end.skip == skips[-1]).all()
+
+
+def test_spans_must_fit_the_lowest_level() -> None:
+    policy = load_policy("snapkv", "12%", {"window": 16, "schedule": "pressure"})
+    served = ServedRequest(policy, keep=((0, 200),))
+    with pytest.raises(ValueError, match="the smallest layer keeps 120"):
+        check_spans_fit(served, 1000, 4, 16)
+    check_spans_fit(served._replace(keep=((0, 100),)), 1000, 4, 16)

@@ -466,7 +466,7 @@ class PlainWorker:
             self._adopt(row)
             self._read(row, step.skips[:, index], row.computed)
         if step.evictions is not None:
-            for index in step.evictions.unsolved.tolist():
+            for index in step.evictions.deferred.tolist():
                 plan = step.evictions.plans[index]
                 assert isinstance(plan, DeferredPlan)
                 # The KV heads of a layer share its budget, and are solved before the next one's.

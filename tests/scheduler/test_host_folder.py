@@ -158,7 +158,7 @@ def test_large_files_are_told_by_samples(tmp_path: Path, suffix: str) -> None:
     assert len(seen) == 7 if suffix == ".safetensors" else len(seen) > 1
 
 
-def test_what_summaries_depend_on_changes_it(config: Any) -> None:
+def test_what_makes_the_summaries_of_pages_changes_it(config: Any) -> None:
     """The scorer, and which layers have any; the budget by which pages are chosen does not."""
     settings = ServedSettings.of(config)
     assert settings is not None

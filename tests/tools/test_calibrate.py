@@ -14,7 +14,7 @@ import pytest
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.tools import calibrate
-from vllm_pyramid.tools.calibrate import collect, draw, policy_text, read_prompts
+from vllm_pyramid.tools.calibrate import collect, policy_text, read_prompts
 from vllm_pyramid.tools.cli import main
 
 pytestmark = pytest.mark.cpu
@@ -47,7 +47,7 @@ def test_the_file_is_a_policy_with_these_shares(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(policy_text(solving, calibration, "mine", "a/model"))
     policy = load_policy(str(file))
-    assert policy.name == "mine" and not policy.allocator.solves
+    assert policy.name == "mine" and not policy.allocator.defers
     same = set(type(policy).model_fields) - {"name", "description", "allocator"}
     assert policy.model_dump(include=same) == solving.model_dump(include=same)
     plan = policy.plan(2000, 4, 16)
@@ -58,16 +58,6 @@ def test_the_file_is_a_policy_with_these_shares(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shares for 4 layers, but this model has 8"):
         policy.plan(2000, 8, 16)
     assert load_policy(str(file), "25%").plan(2000, 4, 16).end.keep.sum() == 4 * 500
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw(collect(REPORTS, floor=8), "title", tmp_path / "shares.png")
-    assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
-    draw(collect(REPORTS, floor=8), "title", tmp_path / "shares.svg")
-    assert "share of the tokens" in (tmp_path / "shares.svg").read_text()
-    with pytest.raises(ValueError, match="cannot write the picture"):
-        draw(collect(REPORTS, floor=8), "title", tmp_path / "shares.nonsense")
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -114,7 +104,6 @@ def _argv(tmp_path: Path, *more: str) -> list[str]:
         (["--kv-budget", "5"], "at least 9"),
         (["-o", "budgets.txt"], "must end in .yaml"),
         (["-o", "/nowhere/at/all.yaml"], "does not exist"),
-        (["--picture", "/nowhere/at/all.png"], "does not exist"),
         (["--prompts", "/nowhere.jsonl"], "cannot read the prompts"),
         (["--engine-args", "{"], "--engine-args is not valid JSON"),
         (["--engine-args", "[]"], "JSON object"),

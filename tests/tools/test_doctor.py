@@ -38,7 +38,7 @@ def test_what_it_finds_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert kernels["instruction set"].value.startswith(f"{library.current_isa()} of ")
         assert str(library.ABI_VERSION) in kernels["C++ library"].value
     extras = of_section(findings, "extras")
-    assert "eval" in extras and "dev" not in extras
+    assert "bench" in extras and "dev" not in extras
     assert extras["docs"].value == "installed" or "mkdocs" in extras["docs"].value
 
 

@@ -238,7 +238,7 @@ def test_a_solved_skip_holds_from_the_next_step_on() -> None:
     _, tracker = make("xkv")
     tracker.add("r", 64, None)
     evictions = begin(tracker, [("r", 64, 0, 64)]).evictions
-    assert evictions is not None and evictions.unsolved.tolist() == [0]
+    assert evictions is not None and evictions.deferred.tolist() == [0]
     assert evictions.is_reported.tolist() == [True]
     assert evictions.kept_lens[:, 0].tolist() == [64] * NUM_LAYERS, (
         "nothing is given before it is solved"
@@ -262,7 +262,7 @@ def test_recomputation_solves_again_and_forgets_the_old_lengths() -> None:
         assert first.evictions is None and not first.skips.any()
         assert tracker.end_step() == ({}, {})
         last = begin(tracker, [("r", 64, 40, 24)])
-        assert last.evictions is not None and last.evictions.unsolved.size == 1
+        assert last.evictions is not None and last.evictions.deferred.size == 1
         resolved = solve(tracker, 0, keep)
         assert tracker.end_step()[0]["r"].keep == tuple(keep)
         skips = begin(tracker, [("r", 64, 64, 1)]).skips
@@ -273,7 +273,7 @@ def test_a_prompt_that_ended_unsolved_is_a_bug() -> None:
     _, tracker = make("xkv")
     tracker.add("r", 64, None)
     begin(tracker, [("r", 64, 0, 64)])
-    with pytest.raises(RuntimeError, match="were not solved"):
+    with pytest.raises(RuntimeError, match="were not decided"):
         tracker.end_step()
 
 
@@ -285,7 +285,7 @@ def test_solved_and_whole_prompts_in_one_step() -> None:
     tracker.add("b", 100, {"kv_budget": 30})
     rows = [("whole", 64, 0, 64), ("a", 64, 0, 64), ("short", 10, 0, 10), ("b", 100, 0, 100)]
     evictions = begin(tracker, rows).evictions
-    assert evictions is not None and evictions.unsolved.tolist() == [1, 3]
+    assert evictions is not None and evictions.deferred.tolist() == [1, 3]
     solve(tracker, 1, [20, 20, 20, 20])
     solve(tracker, 3, [90, 10, 10, 10])
     assert {name: done.keep for name, done in tracker.end_step()[0].items()} == {
@@ -323,7 +323,7 @@ def test_averaged_shares_are_known_beforehand() -> None:
     tracker.add("averaged", 64, {ALLOCATOR_KEY: shares})
     rows = [("solved", 64, 0, 64), ("averaged", 64, 0, 64)]
     evictions = begin(tracker, rows).evictions
-    assert evictions is not None and evictions.unsolved.tolist() == [0]
+    assert evictions is not None and evictions.deferred.tolist() == [0]
     assert evictions.kept_lens[:, 1].tolist() == [8, 24, 24, 32]  # 8, 20, 20, 32 in whole blocks
     solve(tracker, 0, [20] * NUM_LAYERS)
     evictions.tokens_done[1] += 168

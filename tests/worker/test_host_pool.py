@@ -103,24 +103,25 @@ def test_every_byte_comes_back(dtype: torch.dtype, head_size: int, inference: bo
 
 
 @pytest.mark.parametrize("head_size", [8, 3])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_summaries_follow_their_blocks(rows: int, head_size: int) -> None:
-    """Behind each block of a slot; those of other blocks stay as they are."""
+@pytest.mark.parametrize("methods", [1, 2])
+def test_what_methods_keep_beside_blocks_goes_with_them(methods: int, head_size: int) -> None:
+    """Behind each block of a slot; that of other blocks stays as it is."""
     of = specs(torch.bfloat16, head_size)
-    of_summary = rows * 2 * head_size * 2
-    num_bytes = SLOTS * LAYERS * (of[0].page_size_bytes + of_summary)
-    pool, kv_caches = HostPool(num_bytes, of, HostMemory, summary_rows=rows), caches(of)
-    assert pool.slots.shape == (SLOTS, LAYERS, of[0].page_size_bytes + of_summary)
-    summaries = torch.randn(BLOCKS, 2, rows * head_size).bfloat16()
-    pool.bind(kv_caches, BLOCKS, summaries)
+    extra_bytes = methods * 2 * head_size * 2
+    num_bytes = SLOTS * LAYERS * (of[0].page_size_bytes + extra_bytes)
+    pool, kv_caches = HostPool(num_bytes, of, HostMemory, extra_bytes=extra_bytes), caches(of)
+    assert pool.slots.shape == (SLOTS, LAYERS, of[0].page_size_bytes + extra_bytes)
+    extras = [torch.randn(BLOCKS, 2, head_size).bfloat16() for _ in range(methods)]
+    pool.bind(kv_caches, BLOCKS, extras)
     pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
-    before = [pages.clone(), summaries.clone()]
+    memories = [pages, *extras]
+    before = [memory.clone() for memory in memories]
     store(pool, step([HostCopy(2, [5, 1, 9]), HostCopy(0, [7])], []))
-    pages.fill_(0)
-    summaries.fill_(-1)
+    for memory in memories:
+        memory.fill_(0)
     load(pool, step([], [HostCopy(2, [3, 4, 8]), HostCopy(0, [11])]))
-    expected = [torch.zeros_like(before[0]), torch.full_like(before[1], -1)]
-    for memory, known, found in zip((pages, summaries), before, expected, strict=True):
+    expected = [torch.zeros_like(known) for known in before]
+    for memory, known, found in zip(memories, before, expected, strict=True):
         found[[3, 4, 8, 11]] = known[[5, 1, 9, 7]]
         assert torch.equal(memory, found)
     with pytest.raises(RuntimeError, match="has room for"):
@@ -177,8 +178,8 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
     of = specs(torch.bfloat16)
     size = of[0].page_size_bytes
     before = torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8)
-    of_summary = torch.randint(0, 256, (BLOCKS, of[0].summary_bytes(1)), dtype=torch.uint8)
-    whole = torch.cat([before, of_summary], 1)
+    beside = torch.randint(0, 256, (BLOCKS, 32), dtype=torch.uint8)
+    whole = torch.cat([before, beside], 1)
     path = tmp_path / "aa" / "bundle.kv"
     begin = BundleFile("one", bytes(32), LAYERS, None).begin()
     orders = FileOrders([str(tmp_path / "gone.kv")], [FileSave(str(path), [begin], [5, 1, 9])])
@@ -190,13 +191,13 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
             return SimpleNamespace(bytes=device.put(memory), host=memory)
 
         num_bytes = SLOTS * LAYERS * whole.shape[1]
-        pool = HostPool(num_bytes, of, allocate, summary_rows=1)
+        pool = HostPool(num_bytes, of, allocate, extra_bytes=32)
         pages = device.put(before.clone())
-        summaries = device.put(of_summary.clone())
-        pool._memories = [pages, summaries]
+        extras = device.put(beside.clone())
+        pool._memories = [pages, extras]
         store(pool, step([HostCopy(2, [4, 7])], [], files=orders))
         pages.fill_(0)
-        summaries.fill_(0)
+        extras.fill_(0)
         fill = HostFill(0, [whole[[0, 2, 3]].numpy().tobytes()])
         output = step([fill], [HostCopy(2, [1, 2]), HostCopy(0, [6, 8, 10])])
         store(pool, output)
@@ -206,7 +207,7 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
     assert device.waits == []
     expected = torch.zeros_like(whole)
     expected[[1, 2, 6, 8, 10]] = whole[[4, 7, 0, 2, 3]]
-    assert torch.equal(torch.cat([data_of(pages), data_of(summaries)], 1), expected)
+    assert torch.equal(torch.cat([data_of(pages), data_of(extras)], 1), expected)
     _, content = read_file(str(path), 1 << 20)
     assert bytes(content) == whole[[5, 1, 9]].numpy().tobytes(), "as it was before the step"
     assert pool.writer.take_failed() == 0 and not (tmp_path / "gone.kv").exists()

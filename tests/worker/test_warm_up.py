@@ -17,10 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 from triton.runtime import jit
 
+from tests.kernels.every_kernel import triton_ops
 from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies, vllms_attention
 from vllm_pyramid.attention import backend_cuda
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
-from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.gather import KeyMass

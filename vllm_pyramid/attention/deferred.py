@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evictions whose lengths are solved from the scores of all layers.
+"""Evictions whose lengths are decided from the scores of all layers.
 
     layer 0 .. L-2    attention, scores: kept until the step's last layer has attended
-    layer L-1         attention, scores -> solve -> select and compact all layers
+    layer L-1         attention, scores -> decide -> select and compact all layers
 
 No layer is shortened before the last one has attended, and the next step's skips are those that
-were solved here. What is kept meanwhile is `[S, G, context]` float32 a layer for the S prompts that
-end: 32 bytes a prompt token and layer for 8 KV heads.
+were decided here. What is kept meanwhile is `[S, G, context]` float32 a layer for the S prompts
+that end: 32 bytes a prompt token and layer for 8 KV heads.
 
 Where fewer layers share a total (`EvictionHooks.together`), this goes group by group: the KV heads
-of a layer, which are layers here, are solved and shortened when that layer has attended.
+of a layer, which are layers here, are decided and shortened when that layer has attended.
 
-    heads of a layer  attention, scores of all -> solve -> select and compact them
+    heads of a layer  attention, scores of all -> decide -> select and compact them
 
 A request whose scores or evidence have NaN has failed, and its scores are replaced: the lengths of
 the others do not depend on it, and its own are valid. Where a method raises, the requests of that
-call get the same length in all layers. All ranks solve, or none: they agree before, since they wait
-for one another there. So all go on with equal lengths.
+call get the same length in all layers. All ranks decide, or none: they agree before, since they
+wait for one another there. So all go on with equal lengths.
 
-Shape legend: L layers that are solved together, S prompts that are solved, G KV heads of this rank.
+Shape legend: L layers whose lengths are decided together, S prompts, G KV heads of this rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeferredEviction:
     """The layers of a step that wait for the last one; one object for all layers of a worker.
 
     Args:
-        policy: the engine's. hooks: of its methods. method: the one that solves lengths.
+        policy: the engine's. hooks: of its methods. method: the one that decides lengths.
         num_layers: of the worker.
     """
 
@@ -81,17 +81,17 @@ class DeferredEviction:
 
     @classmethod
     def of(cls, policy: Policy, hooks: MethodHooks, num_layers: int) -> DeferredEviction | None:
-        """Return what a worker needs, or None where no method solves lengths."""
-        if hooks.solves is None:
+        """Return what a worker needs, or None where no method decides lengths."""
+        if hooks.decides is None:
             return None
-        return cls(policy, hooks, hooks.solves, num_layers)
+        return cls(policy, hooks, hooks.decides, num_layers)
 
     def add_layer(
         self, inputs: AttentionInputs, evictions: StepEvictions, trace: TraceWriter | None
     ) -> None:
-        """Score the layer's requests whose plans are open; with the last of those that are solved
-        together, solve and evict."""
-        if evictions.unsolved.size == 0:
+        """Score the layer's requests whose plans are open; with the last of those that are decided
+        together, decide and evict."""
+        if evictions.deferred.size == 0:
             return  # only prompts whose lengths are known
         if evictions is not self._evictions:
             self._evictions, self._layers, self._first = evictions, [], 0
@@ -99,7 +99,7 @@ class DeferredEviction:
         layer, before = inputs.layer, self._first + len(self._layers)
         if layer != before:
             raise RuntimeError(
-                f"layer {layer} came after {before} others: lengths are solved from the "
+                f"layer {layer} came after {before} others: lengths are decided from the "
                 "scores of all layers, from the bottom up; report this"
             )
         groups = self._groups
@@ -111,7 +111,7 @@ class DeferredEviction:
             self._evictions = None
         for index, group in enumerate(groups):
             of_group = [waiting[index] for waiting in layers]
-            self._solve(evictions, group, [scored.evidence for scored in of_group], inputs.ranks)
+            self._decide(evictions, group, [scored.evidence for scored in of_group], inputs.ranks)
             self._evict(evictions, group, of_group, trace)
         self._first = layer + 1
 
@@ -160,14 +160,14 @@ class DeferredEviction:
         batch.evictions.failures.flag(Failure(METHOD, reason), batch.request_ids, unusable & ~wrong)
         return scores, replaced(evidence, wrong | unusable, 1.0)
 
-    def _solve(
+    def _decide(
         self,
         evictions: StepEvictions,
         group: npt.NDArray[np.int64],
         evidence: Sequence[torch.Tensor | None],
         ranks: Ranks | None,
     ) -> None:
-        """Solve the open plans of a group of prompts. `evidence` is `[S, ...]`, of L layers."""
+        """Decide the lengths of a group of prompts. `evidence` is `[S, ...]`, of L layers."""
         plans = [evictions.open_plan(request) for request in group.tolist()]
         open_requests = set(group.tolist())
         names = [evictions.request_ids[request] for request in group.tolist()]
@@ -177,7 +177,7 @@ class DeferredEviction:
         lengths: Sequence[npt.NDArray[np.int64] | Exception] = ()
         if not (failed if ranks is None else ranks.any(failed)):
             try:
-                lengths = self.method.solve(plans, torch.stack(known))
+                lengths = self.method.decide(plans, torch.stack(known))
             except Exception as error:
                 asks = self.method.asks_ranks
                 evictions.failures.blame(names, what, error, peers_wait=asks)
@@ -202,8 +202,8 @@ class DeferredEviction:
         trace: TraceWriter | None,
     ) -> None:
         """Select and compact every layer in which some prompt keeps less than everything."""
-        solved = slice(self._first, self._first + self.together)
-        host_keeps = np.ascontiguousarray(evictions.kept_lens[solved, group])
+        decided = slice(self._first, self._first + self.together)
+        host_keeps = np.ascontiguousarray(evictions.kept_lens[decided, group])
         keeps = upload(host_keeps, layers[0].scores.device)
         for layer, waiting in enumerate(layers):
             evictions.copy_blocks(waiting.batch.call, group.tolist(), self.hooks.copy_blocks)
@@ -224,7 +224,7 @@ def _alike(evictions: StepEvictions, inputs: AttentionInputs) -> list[npt.NDArra
     with one long prompt, many short ones would cost as much as long ones. What a group needs in
     addition is bounded as for all evictions (`StepEvictions.pieces`).
     """
-    unsolved = evictions.unsolved
-    size = np.ceil(np.log2(evictions.points[unsolved]))
-    alike = [unsolved[size == some] for some in np.unique(size)]
+    indices = evictions.deferred
+    size = np.ceil(np.log2(evictions.points[indices]))
+    alike = [indices[size == some] for some in np.unique(size)]
     return [piece for group in alike for piece in evictions.pieces(inputs, group)]

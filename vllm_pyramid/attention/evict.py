@@ -35,7 +35,7 @@ def evict_layer(
     Args:
         hooks: of the policy's methods: one of them may have gathered scores.
     """
-    evictions.copy_blocks(inputs, evictions.solved, hooks.copy_blocks)
+    evictions.copy_blocks(inputs, evictions.decided, hooks.copy_blocks)
     shortened = evictions.shortened(inputs.layer)
     inside = evictions.inside_prompt[shortened]
     for chooses, scorer, chosen in (

@@ -33,7 +33,6 @@ from vllm_pyramid.policy.capabilities import Feature, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request_keys import EXACT, RESUME, parse_turn_mode
-from vllm_pyramid.policy.schedules import PromptEndSchedule
 from vllm_pyramid.policy.served_settings import (
     DEFAULT_SESSION_TTL,
     NO_POLICY,
@@ -306,7 +305,7 @@ class KVSettings:
             host_cache_bytes=bytes_of(self.kv_host_cache),
             host_cache_dir=self.kv_host_cache_dir,
             host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),
-            turn_mode=self.kv_turn_mode or (EXACT if policy.schedule.budgets_above else RESUME),
+            turn_mode=self.kv_turn_mode or (EXACT if policy.schedule.waits_for_orders else RESUME),
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
             shadow=parse_share(self.kv_shadow, "kv_shadow"),
@@ -320,13 +319,13 @@ def _needs_schedule(policy: Policy, evict: str) -> bool:
     Raises:
         ValueError: it has a schedule that does not go with it.
     """
-    waits = bool(policy.schedule.budgets_above)
+    waits = policy.schedule.waits_for_orders
     if evict == ALWAYS and waits:
         raise ValueError(
             f"policy {policy.name!r} has the schedule {policy.schedule.kind!r}, so it does not "
             "always evict: leave kv_evict out, or the schedule"
         )
-    if evict == PRESSURE and not (waits or isinstance(policy.schedule, PromptEndSchedule)):
+    if evict == PRESSURE and policy.schedule.every:
         raise ValueError(
             f"policy {policy.name!r} evicts by its schedule {policy.schedule.kind!r}, also while "
             "it generates: choose a policy that evicts prompts, such as auto, or leave kv_evict out"

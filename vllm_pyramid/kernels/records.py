@@ -29,8 +29,7 @@ larger number than the true maximum is allowed; a smaller one loses data.
 
 The attention back ends build one `AttentionBatch` and one `Softmax` per layer and step: on the CPU
 for `paged_attention`, on CUDA for scorers and for layers whose V is in host memory. Methods and
-`step/` build `WindowBatch` and `RecentBatch` from them for the requests that evict, and the method
-with V in host memory builds `Choosers`.
+`step/` build a `WindowBatch` from them for the requests that evict.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ import torch
 
 GQA_REDUCTIONS = ("mean", "max", "sum")
 POOLINGS = ("avg", "max", "none")
-MASS_KINDS = ("sum", "below_average")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -60,8 +58,8 @@ class AttentionBatch:
         key_cache: `[P, G, N, D]`.
         value_cache: `[P, G, N, D]`, possibly in another memory than the keys.
         block_table: `[>= R, M]` int32; or `[>= R, G, M]`, a list of pages for each KV head, of
-            which `seq_lens`, `skips` and positions then count the tokens (`PageSelection`). Only
-            `paged_attention` takes the latter, and no sliding window with it.
+            which `seq_lens`, `skips` and positions then count the tokens (`methods/pages/`).
+            Only `paged_attention` takes the latter, and no sliding window with it.
         query_start_loc: `[R + 1]` int32, the first query row of each request, and T.
         seq_lens: `[R]` int32, tokens of each request, the new ones and the skipped ones included.
         skips: `[R]` int32, the first visible position; 0 if nothing was evicted.
@@ -112,28 +110,6 @@ class Softmax:
     soft_cap: float = 0.0
     sliding_window: int = 0
     sinks: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Choosers:
-    """The queries of a batch that choose their keys (choosers), as the host knows them.
-
-    With this record `topn_attention` on CUDA reads nothing back from the device.
-
-    Attributes:
-        queries: `[S, 2]` int32, the request of each chooser and the query's index within that
-            request: all queries of the requests whose `top_ns` is above 0 and below the number of
-            keys that their last query sees.
-        max_top_n: at least the largest `top_ns` of these requests.
-        alone: whether every request of the batch chooses.
-        workspace: float32 scratch, whose size bounds how many queries choose at once; None:
-            allocate what all of them need.
-    """
-
-    queries: torch.Tensor
-    max_top_n: int
-    alone: bool = False
-    workspace: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -190,38 +166,3 @@ class Reduction:
             )
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size {self.kernel_size} must be positive and odd")
-
-
-@dataclass(frozen=True)
-class RecentBatch:
-    """The recent queries of requests, and the keys right before them (the context).
-
-    Attributes:
-        query: `[T, H, D]` queries of this step.
-        key_cache: `[P, G, N, D]`.
-        block_table: `[>= R, M]` int32.
-        query_ends: `[R]` int32; the recent queries of r are the rows `query_ends[r] - recents[r] ..
-            query_ends[r] - 1` of `query`, and belong to its last tokens.
-        seq_lens: `[R]` int32, as in `AttentionBatch`.
-        skips: `[R]` int32, as in `AttentionBatch`.
-        recents: `[R]` int32, the number of recent queries, at least 1.
-        contexts: `[R]` int32, the number of keys reported, at the positions
-            `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
-        max_context: max(contexts), which sets the width of the result.
-        key_scale: as in `AttentionBatch`.
-        max_recent: max(recents).
-        key_scales: as in `AttentionBatch`; not in C++.
-    """
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    block_table: torch.Tensor
-    query_ends: torch.Tensor
-    seq_lens: torch.Tensor
-    skips: torch.Tensor
-    recents: torch.Tensor
-    contexts: torch.Tensor
-    max_context: int | None = None
-    key_scale: float = 1.0
-    max_recent: int | None = None
-    key_scales: torch.Tensor | None = None

@@ -12,8 +12,8 @@ from vllm_pyramid.kernels.gather_tokens import (
     check_one_scale,
     gather_tokens,
 )
+from vllm_pyramid.kernels.log_sum_exp import check_lse
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.kernels.reference_mass import check_lse
 
 
 def paged_attention(

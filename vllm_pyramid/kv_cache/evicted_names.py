@@ -45,7 +45,7 @@ class EvictedNames:
         """Return the names of a request; None if it leaves nothing for a later turn."""
         if served.resumed_turns is None:
             return None
-        assert isinstance(plan, RetentionPlan), "policies that solve lengths are refused"
+        assert isinstance(plan, RetentionPlan), "policies that defer lengths are refused"
         keys: dict[int, bytes] = {}
         points: list[tuple[int, bytes]] = []
         policy = served.policy

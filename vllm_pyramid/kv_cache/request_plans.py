@@ -53,7 +53,7 @@ class RequestPlans:
         return plan
 
     def confirm(self, request_id: str, eviction: Eviction) -> None:
-        """Record what the worker evicted, and the lengths if the worker has solved them.
+        """Record what the worker evicted, and the lengths if the worker has decided them.
 
         Raises:
             RuntimeError: the report differs from the plan, or from what a deferred plan promised.

@@ -46,13 +46,6 @@ class LayerKVCacheSpec(FullAttentionSpec):
         """Tokens of a page that holds K and V: what `full` fits into one of this layer's pages."""
         return self.block_size
 
-    def summary_bytes(self, rows: int) -> int:
-        """Return the bytes of a page's summary, which is as large as `rows` of its keys.
-
-        Numbers of one byte are summarised in two.
-        """
-        return rows * self.num_kv_heads * self.head_size * max(self.dtype.itemsize, 2)
-
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Return what the longest prompt takes of this layer when all layers together hold most.
 
@@ -137,12 +130,12 @@ register_spec(LayerKVCacheSpec, KeyOnlyKVCacheSpec)
 class HostSlots:
     """The slots of the host cache; a slot takes a block of each layer of a worker.
 
-    Where a policy selects pages, the block's summary follows it, behind its bytes.
+    What methods keep beside a block (`BlockExtras`) goes with it, behind its bytes.
 
     Attributes:
         count: number of slots, the same in all workers.
         num_bytes: of one slot in the memory of the worker that has the given layers.
-        block_bytes: of one block, with its summary.
+        block_bytes: of one block, with what is beside it.
     """
 
     count: int
@@ -150,19 +143,19 @@ class HostSlots:
     block_bytes: int
 
     @classmethod
-    def of(cls, num_bytes: int, specs: Sequence[LayerKVCacheSpec], summary_rows: int = 0) -> Self:
+    def of(cls, num_bytes: int, specs: Sequence[LayerKVCacheSpec], extra_bytes: int = 0) -> Self:
         """Return the slots that fit into `num_bytes`; scheduler and workers both ask.
 
         Args:
             num_bytes: of a tensor-parallel rank, all pipeline stages together.
             specs: of the layers that evict: all of them, or those of one stage. Their pages have
                 one size.
-            summary_rows: see `Attend.summary_rows`.
+            extra_bytes: beside each block, see `Policy.extra_bytes`.
 
         Raises:
             ValueError: not a single slot fits.
         """
-        page = specs[0].page_size_bytes + specs[0].summary_bytes(summary_rows)
+        page = specs[0].page_size_bytes + extra_bytes
         of_slot = page * specs[0].num_layers
         if num_bytes < of_slot:
             raise ValueError(

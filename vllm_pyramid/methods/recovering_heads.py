@@ -76,7 +76,7 @@ class RecoveringHeads(SolvedHeads):
 
     def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
         """Return the least of the counts that recovers enough, `[G]`."""
-        from vllm_pyramid.kernels.solve import least_count
+        from vllm_pyramid.methods.adaptive_heads.lengths import least_count
 
         return least_count(scores, self.counts(plan.capacity), self.recovery, sinks=sinks)
 

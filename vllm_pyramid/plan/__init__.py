@@ -5,7 +5,7 @@
                                  \\-> DeferredPlan --resolve(keep)--> RetentionPlan
 
 A `Budget` is what a user asks for. A `RetentionPlan` is a tuple of `EvictionPoint`: how many tokens
-every layer keeps and gives back at each eviction. A `DeferredPlan` bounds lengths that are solved
+every layer keeps and gives back at each eviction. A `DeferredPlan` bounds lengths that are decided
 from the prompt's scores. The scheduler and the workers make equal plans by themselves and ask both
 types the same questions: `evicts`, `evictions_by`, `next_eviction`, `after`, `skip_after`,
 `piece_at`, `resolved`. `plan.bounds` derives how many blocks a request can hold.

@@ -93,7 +93,7 @@ def overwritten_blocks(plan: Plan, stages: Sequence[int]) -> npt.NDArray[np.int6
         stages: layers of each pipeline stage; a deferred plan has one.
     """
     if plan.is_deferred:
-        assert len(stages) == 1, "lengths are solved from the scores of all layers"
+        assert len(stages) == 1, "lengths are decided from the scores of all layers"
         # Each layer's share is rounded up, and may be one block more where blocks are filled.
         kept = -(-plan.budget_tokens * plan.num_layers // plan.block_size)
         whole = plan.num_layers * (plan.prompt_len // plan.block_size)
@@ -106,7 +106,7 @@ def overwritten_blocks(plan: Plan, stages: Sequence[int]) -> npt.NDArray[np.int6
 
 
 def least_given_back(plan: DeferredPlan, block_sizes: npt.NDArray[Any]) -> int:
-    """Return how many blocks of all layers the eviction gives back at least, whatever is solved.
+    """Return how many blocks of all layers the eviction gives back at least, whatever is decided.
 
     Args:
         block_sizes: `[num_layers]`, see `EvictionPoint.blocks_in`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a request whose lengths are solved from its prompt's scores."""
+"""The plan of a request whose lengths are decided from its prompt's scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeferredPlan:
     """Bounds of the lengths before the prompt's scores are known; it evicts once, at its end.
 
     It answers the questions of a `RetentionPlan`, and stands for its only eviction point until its
-    lengths are solved.
+    lengths are decided.
 
     Attributes:
         prompt_len: tokens of the prompt. block_size: tokens of a cache block.
@@ -49,10 +49,10 @@ class DeferredPlan:
     end_number: ClassVar[int] = 1
     every: ClassVar[int] = 0
     pieces: ClassVar[tuple[Piece, ...]] = ()
-    thinned: ClassVar[bool] = False
+    in_pieces: ClassVar[bool] = False
     is_deferred: ClassVar[Literal[True]] = True
     waits_for_orders: ClassVar[bool] = False
-    # A prompt counts as one that gives slots back until its lengths are solved.
+    # A prompt counts as one that gives slots back until its lengths are decided.
     evicts: ClassVar[Literal[True]] = True
     # Before that nothing can be promised to others.
     untouched: ClassVar[int] = 0
@@ -86,13 +86,13 @@ class DeferredPlan:
         """Return zeros, the skips before the eviction; those behind it are not known."""
         if number != 0:
             raise PlanMismatchError(
-                f"a prompt of {self.prompt_len} tokens has ended and its lengths were not solved; "
+                f"a prompt of {self.prompt_len} tokens has ended and its lengths were not decided; "
                 "report this"
             )
         return read_only(np.zeros(self.num_layers, np.int32))
 
     def piece_at(self, computed: int) -> None:
-        """Return None: no prompt with solved lengths is thinned."""
+        """Return None: no prompt with decided lengths is computed in pieces."""
         return
 
     @property
@@ -102,10 +102,10 @@ class DeferredPlan:
 
     @cached_property
     def held(self) -> IntArray:
-        """Tokens held until the lengths are solved: all of them."""
+        """Tokens held until the lengths are decided: all of them."""
         return read_only(np.full(self.num_layers, self.prompt_len))
 
-    # What the solver is given -------------------------------------------------------------------
+    # What the lengths are decided by ------------------------------------------------------------
 
     @property
     def mean(self) -> int:
@@ -140,7 +140,7 @@ class DeferredPlan:
         return min(self.prompt_len, left)
 
     def end_point(self, keep: Sequence[int] | npt.NDArray[Any]) -> EvictionPoint:
-        """Check the solved lengths of layers that share a total; return their part of the point.
+        """Check the decided lengths of layers that share a total; return their part of the point.
 
         Args:
             keep: `[layers]` tokens kept per KV head, window and sinks included; of all layers, or
@@ -172,7 +172,7 @@ class DeferredPlan:
         return EvictionPoint.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
 
     def resolve(self, keep: Sequence[int] | npt.NDArray[Any]) -> RetentionPlan:
-        """Check the solved lengths and return the final plan.
+        """Check the decided lengths and return the final plan.
 
         Args:
             keep: `[num_layers]` tokens kept per KV head, window and sinks included.

@@ -29,7 +29,7 @@ class EvictionPoint:
             policy fills blocks. Survivors stand in positions `skip .. computed - 1`.
         front: how many of the first tokens that a layer holds stay, whatever their scores.
         recent: how many of the last tokens that a layer holds stay, whatever their scores.
-        thinned: the layers gave up these slots while they ran, piece by piece (`Piece`).
+        in_pieces: the layers gave up these slots while they ran, piece by piece (`Piece`).
     """
 
     computed: int
@@ -39,7 +39,7 @@ class EvictionPoint:
     skip: IntArray
     front: IntArray
     recent: IntArray
-    thinned: bool = False
+    in_pieces: bool = False
     is_deferred: ClassVar[Literal[False]] = False
 
     @classmethod
@@ -131,7 +131,7 @@ class Eviction(NamedTuple):
 
     Attributes:
         tokens: evicted now, summed over all layers.
-        keep: tokens that the policy keeps in each layer, where they were solved from the prompt's
+        keep: tokens that the policy keeps in each layer, where they were decided from the prompt's
             scores; None where the scheduler knows them.
         number: which eviction of the request, see `RetentionPlan.end_number`.
     """

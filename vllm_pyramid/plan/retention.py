@@ -34,7 +34,7 @@ class RetentionPlan:
             from one to the next.
         every: tokens between two evictions after the prompt's end; 0 if there are none.
         later: returns the point after the prompt's end at which that number of tokens is computed.
-        pieces: how the prompt is thinned between layers; empty for prompts that are not.
+        pieces: in which layers drop tokens between one another; empty for most prompts.
         whole: `[num_layers]` bool, the tables from which no prompt evicts; None: there are none.
     """
 
@@ -190,7 +190,7 @@ class RetentionPlan:
             ValueError: lengths are given although they were known.
         """
         if keep is not None:
-            raise ValueError("lengths were solved for a request whose lengths are known")
+            raise ValueError("lengths were decided for a request whose lengths are known")
         return self
 
     # Other plans made from this one -------------------------------------------------------------
@@ -231,7 +231,7 @@ class RetentionPlan:
         held = sum((piece.held for piece in pieces), np.zeros(len(keep), np.int32))
         skip = prompt_len - held
         mean = -(-int(keep.sum()) // len(keep))
-        thinned = tuple(pieces) if skip.any() else ()
+        kept_pieces = tuple(pieces) if skip.any() else ()
         none = read_only(np.zeros_like(keep))
         end = EvictionPoint(
             prompt_len,
@@ -241,6 +241,6 @@ class RetentionPlan:
             read_only(skip),
             front=none,
             recent=none,
-            thinned=bool(thinned),
+            in_pieces=bool(kept_pieces),
         )
-        return cls((end,), pieces=thinned)
+        return cls((end,), pieces=kept_pieces)

@@ -34,13 +34,13 @@ class Allocator(Component):
     """Base class of allocators. Most derive from `CurveAllocator` and override `curve`.
 
     Class attributes:
-        solves: the lengths are solved from the prompt's scores at its end (`solved/`).
+        defers: lengths are decided from the prompt's scores at its end (`DeferredPlan`).
         thins_prompts: tokens leave the forward pass between layers, so a prompt's full attention is
             never computed; the lengths follow from the allocator's settings, which a budget lowers.
     """
 
     section: ClassVar[str] = "allocator"
-    solves: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
     thins_prompts: ClassVar[bool] = False
 
     @abstractmethod
@@ -65,29 +65,18 @@ class Allocator(Component):
         return [plan.estimate().end for plan in plans]
 
     def check_calibration(self, policy: Policy) -> None:
-        """Raise ValueError unless shares of layers can be measured from the lengths it solves."""
+        """Raise ValueError unless shares of layers can be measured from the lengths it decides."""
 
     @property
     def unsupported(self) -> Unsupported:
-        if self.thins_prompts:
-            drops = "it drops tokens between layers"
-            return {
-                Feature.PIPELINE: f"{drops}, and the next stage expects them",
-                Feature.HIDDEN_STATES: f"{drops}, and drafts need the hidden states of all tokens",
-                Feature.KV_KEEP: drops,
-                Feature.SHADOW: f"{drops}, so prompts that are held whole may not fit",
-            }
-        if not self.solves:
+        if not self.thins_prompts:
             return {}
-        why = "its lengths are solved from the scores of a whole prompt"
+        drops = "it drops tokens between layers"
         return {
-            Feature.KV_TURNS: why,
-            Feature.KV_KEEP: f"{why}, so what the smallest layer keeps is not known before",
-            Feature.PIPELINE: (
-                "the solver needs the scores of all layers, and a stage has its own",
-                "run `vllm-pyramid calibrate` without the flag and serve the policy that it "
-                "writes, or choose pyramidkv",
-            ),
+            Feature.PIPELINE: f"{drops}, and the next stage expects them",
+            Feature.HIDDEN_STATES: f"{drops}, and drafts need the hidden states of all tokens",
+            Feature.KV_KEEP: drops,
+            Feature.SHADOW: f"{drops}, so prompts that are held whole may not fit",
         }
 
     @property

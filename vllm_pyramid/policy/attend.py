@@ -30,11 +30,6 @@ class Attend(Component):
     section: ClassVar[str] = "attend"
     selects: ClassVar[bool] = False
 
-    @property
-    def summary_rows(self) -> int:
-        """Return how many keys the summary of a page is as large as."""
-        return 0
-
     def pages(self, prompt_len: int, num_layers: int, block_size: int) -> IntArray:
         """Return how many pages a query behind the prompt reads at most: `[num_layers]` int32.
 

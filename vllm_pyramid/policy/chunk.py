@@ -149,10 +149,10 @@ class EvictionPoints(Chunk):
                 f"policy {policy.name!r} keeps every token, so chunk.tokens has no effect: leave "
                 "it out"
             )
-        if policy.allocator.solves or policy.allocator.thins_prompts:
+        if policy.allocator.defers or policy.allocator.thins_prompts:
             why = (
-                "solves the lengths from the scores of a whole prompt"
-                if policy.allocator.solves
+                "decides the lengths from the scores of a whole prompt"
+                if policy.allocator.defers
                 else "thins prompts between layers, piece by piece, in its own way"
             )
             raise ValueError(

@@ -16,6 +16,7 @@ for nothing special.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -28,7 +29,21 @@ if TYPE_CHECKING:
 
     from vllm_pyramid.plan import Budget
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
+    from vllm_pyramid.step.hooks import LayerSpec, SchedulerHooks, WorkerContext, WorkerHooks
+
+
+@dataclass(frozen=True)
+class BlockExtras:
+    """Bytes that a part keeps beside each block of the cache, on the device and the host.
+
+    Attributes:
+        num_bytes: beside one block of a layer.
+        made_by: what they depend on apart from the block's tokens, as JSON values. Files of blocks
+            that were made by something else are not read.
+    """
+
+    num_bytes: int
+    made_by: Any
 
 
 class Component(BaseModel):
@@ -158,6 +173,17 @@ class Component(BaseModel):
         return self
 
     # In the engine ------------------------------------------------------------------------------
+
+    def block_extras(self, layer: LayerSpec) -> BlockExtras | None:
+        """Return what this part keeps beside each block, and the host cache with it; or None.
+
+        The worker's hooks have the bytes (`CacheHooks.block_extras`). Memory beside blocks that
+        stays on the device is theirs alone.
+
+        Args:
+            layer: one whose cache the part is used with.
+        """
+        return None
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         """Return what this part does in a worker's steps, or None.

@@ -31,13 +31,13 @@ class Heads(Component):
     Class attributes:
         splits: whether each KV head has a block table and a length of its own.
         has_budget: whether the policy's budget says how much is kept.
-        solves: whether lengths are solved from the prompt's scores at its end.
+        defers: whether lengths are decided from the prompt's scores at its end (`DeferredPlan`).
     """
 
     section: ClassVar[str] = "heads"
     splits: ClassVar[bool] = False
     has_budget: ClassVar[bool] = True
-    solves: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     @property
     def unsupported(self) -> Unsupported:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import EvictionPoint
+from vllm_pyramid.plan import EvictionPoint, LevelPlan
 from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.limits import MAX_SPANS
@@ -120,8 +120,8 @@ def check_spans_fit(
     plan = served.plan(prompt_len, num_layers, block_size)
     if not plan.evicts:
         return
-    assert not plan.is_deferred, "policies that solve lengths are refused"
-    for point in plan.points:
+    assert not plan.is_deferred, "policies that defer lengths are refused"
+    for point in plan.levels if isinstance(plan, LevelPlan) else plan.points:
         needed = needed_tokens(spans, point)
         lacking = np.flatnonzero((needed > point.keep) & (point.skip > 0))
         if not lacking.size:

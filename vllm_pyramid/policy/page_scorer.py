@@ -28,7 +28,7 @@ class PageScorer(Component):
 
     Class attributes:
         rows: r, the summary's rows of D numbers: 1 or 2.
-        summary_kind: the kernel that makes the summaries (`kernels/page_records.py`), of which
+        summary_kind: the kernel that makes the summaries (`methods/pages/kernels/`), of which
             `summarise` is then the reference; None: `summarise` is called.
         score_kind: the kernel that scores them. `rows` multiplies with what `extend` returns.
         needs_queries: summaries depend on the queries of the page's own tokens too: `represent` is

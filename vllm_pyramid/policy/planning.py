@@ -51,8 +51,8 @@ def plan_prompt(
         assert not turns, "refused by the part's `unsupported`"
         return of_heads
     plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
-    if above := policy.schedule.budgets_above:
-        return _level_plan(policy, plan, num_layers, block_size, above)
+    if policy.schedule.waits_for_orders:
+        return _level_plan(policy, plan, num_layers, block_size)
     if not turns:
         return policy.chunk.plan(policy, plan)
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
@@ -62,18 +62,12 @@ def plan_prompt(
     return with_turns(plan, points, policy.min_turn, ends_with_eviction=may_end)
 
 
-def _level_plan(
-    policy: Policy, floor: Plan, num_layers: int, block_size: int, above: Sequence[Budget]
-) -> Plan:
-    """Return the plan of a prompt that is evicted in steps down to `floor`, when that is ordered.
-
-    Args:
-        above: the budgets of the steps before the last one.
-    """
+def _level_plan(policy: Policy, floor: Plan, num_layers: int, block_size: int) -> Plan:
+    """Return the plan of a prompt that orders evict step by step, down to `floor`."""
     assert isinstance(floor, RetentionPlan), "refused by `Heads.works_with_orders` and its like"
     plans = (
         policy.allocator.plan(policy, floor.prompt_len, num_layers, block_size, budget)
-        for budget in (Budget(tokens=max(floor.prompt_len, 1)), *above)
+        for budget in (Budget(tokens=max(floor.prompt_len, 1)), *policy.schedule.budgets_above)
     )
     whole, *levels = [plan.estimate().end for plan in plans]
     return LevelPlan.of(whole, [*levels, floor.end])

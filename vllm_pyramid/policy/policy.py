@@ -31,7 +31,7 @@ from vllm_pyramid.policy.allocator import Allocator
 from vllm_pyramid.policy.attend import Attend, DenseAttention
 from vllm_pyramid.policy.capabilities import Feature, Refusal, refusals_of, why_not
 from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
-from vllm_pyramid.policy.component import Component
+from vllm_pyramid.policy.component import BlockExtras, Component
 from vllm_pyramid.policy.heads import AlikeHeads, Heads
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.planning import plan_prompt
@@ -42,7 +42,7 @@ from vllm_pyramid.policy.selectors import Selector, TopKSelector
 from vllm_pyramid.policy.values import DeviceValues, Values
 
 if TYPE_CHECKING:
-    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
+    from vllm_pyramid.step.hooks import LayerSpec, SchedulerHooks, WorkerContext, WorkerHooks
 
 # Queries whose attention a trace reports if the policy's scorer uses none: PyramidKV's 8.
 TRACE_WINDOW = 8
@@ -194,9 +194,9 @@ class Policy(BaseModel):
         return self.evicts and self.heads.has_budget
 
     @property
-    def solves(self) -> bool:
-        """Whether lengths are solved from a prompt's scores at its end: plans are deferred."""
-        return self.allocator.solves or self.heads.solves
+    def defers(self) -> bool:
+        """Whether lengths are decided from a prompt's scores at its end: plans are deferred."""
+        return self.allocator.defers or self.heads.defers
 
     @property
     def min_last_chunk(self) -> int:
@@ -328,6 +328,15 @@ class Policy(BaseModel):
         return plan_prompt(self, prompt_len, num_layers, block_size, budget, turns)
 
     # In the engine ------------------------------------------------------------------------------
+
+    def block_extras(self, layer: LayerSpec) -> list[BlockExtras]:
+        """Return what parts keep beside each block of a layer, in the order of the parts."""
+        found = [part.block_extras(layer) for part in self.parts]
+        return [extras for extras in found if extras is not None]
+
+    def extra_bytes(self, layer: LayerSpec) -> int:
+        """Return the bytes beside each block of a layer that the host cache keeps with it."""
+        return sum(extras.num_bytes for extras in self.block_extras(layer))
 
     def worker_hooks(self, context: WorkerContext) -> list[WorkerHooks]:
         """Return what the parts do in a worker in addition to scoring, in the order of the

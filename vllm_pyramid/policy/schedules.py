@@ -43,9 +43,13 @@ class Schedule(Component):
         return 0
 
     @property
+    def waits_for_orders(self) -> bool:
+        """Whether a prompt is evicted only when the scheduler orders it."""
+        return False
+
+    @property
     def budgets_above(self) -> tuple[Budget, ...]:
-        """The budgets of levels above the policy's own, from the most tokens to the fewest; none
-        where evictions wait for no orders."""
+        """The budgets of orders above the policy's own, from the most tokens to the fewest."""
         return ()
 
     @property
@@ -131,6 +135,10 @@ class PressureSchedule(Schedule):
         if len(known) < len(shares) or known != sorted(set(known), reverse=True):
             raise ValueError("levels are shares of the prompt that fall, such as 50% and 25%")
         return value
+
+    @property
+    def waits_for_orders(self) -> bool:
+        return True
 
     @property
     def budgets_above(self) -> tuple[Budget, ...]:

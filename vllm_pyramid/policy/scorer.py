@@ -27,7 +27,7 @@ class Scorer(Component):
             eviction only: survivors do not remember theirs. (Positions of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).
         attention_mass: the scores are attention, so they are not negative and a key's share of a
-            layer's sum is its share of the attention. Allocators that solve the lengths need this.
+            layer's sum is its share of the attention. Allocators that defer need this.
         not_negative: the scores are at least 0, and a key's share of its head's sum is what it
             gives of what its head gives.
         scores_sinks: the scores of the first `sinks` tokens say what they are worth, as others do.

@@ -26,6 +26,7 @@ class Chunks:
 
     Attributes:
         admission: decides which prompts start; None: vLLM's own rule.
+        admitted: the last request that was to start in this step, whether or not it got blocks.
     """
 
     def __init__(
@@ -45,20 +46,13 @@ class Chunks:
         self._pool_may_be_smaller = policy.inner_policy is not None or policy.schedule.every > 0
         self._evicting: list[Request] = []
         self._pressure = pressure
-        # Of this step: whether requests may wait for blocks that orders free, and the last one that
-        # was to start.
-        self._may_wait = False
-        self._starting: Request | None = None
+        self._may_wait = False  # in this step, for blocks that orders free
+        self.admitted: Request | None = None
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._evicting = []
-        self._may_wait, self._starting = False, None
-
-    def without_room(self, scheduled: dict[str, int]) -> Request | None:
-        """Return the request that was to start in the step just scheduled and got no blocks."""
-        request = self._starting
-        return None if request is None or request.request_id in scheduled else request
+        self._may_wait, self.admitted = False, None
 
     def evicting(self, scheduled: dict[str, int]) -> list[Request]:
         """Return the requests that come to their first eviction in the step just scheduled."""
@@ -103,7 +97,7 @@ class Chunks:
             ):
                 return 0
             if chunk or not waits:
-                self._starting = request if waits else self._starting
+                self.admitted = request if waits else self.admitted
                 return chunk
         coordinator.blocked_request = request.request_id
         return tokens

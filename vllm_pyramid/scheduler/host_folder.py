@@ -78,7 +78,7 @@ def namespace_of(
         "settings": [model.hf_config_path, *_multimodal(model)],
         "load": [str(config.load_config.load_format), model.seed],
         "cache": [str(spec) for spec in specs],
-        "summaries": _summaries(settings),
+        "extras": [extras.made_by for extras in settings.policy.block_extras(specs[0])],
         "ranks": config.parallel_config.tensor_parallel_size,
         "types": [str(model.dtype), cache.cache_dtype],
         "hashes": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
@@ -105,14 +105,6 @@ def _multimodal(model: Any) -> list[str]:
     settings = model.multimodal_config
     names = ("mm_processor_kwargs", "mm_encoder_attn_dtype")
     return [] if settings is None else [repr(getattr(settings, name, None)) for name in names]
-
-
-def _summaries(settings: ServedSettings) -> Any:
-    """Return what the summaries depend on that follow blocks to a file; None without any."""
-    attend = settings.policy.attend
-    if not attend.summary_rows:
-        return None
-    return attend.model_dump(mode="json", include={"scorer", "dense_layers"})
 
 
 def _device() -> str:

@@ -99,7 +99,7 @@ def add_host_tier(
             "model: leave the flag out"
         )
     layer_blocks, specs = coordinator.layer_blocks, coordinator.layer_specs
-    slots = HostSlots.of(num_bytes, specs, settings.policy.attend.summary_rows)
+    slots = HostSlots.of(num_bytes, specs, settings.policy.extra_bytes(specs[0]))
     files = files_of(config, settings, specs, slots)
     cache = HostCache(slots.count, layer_blocks.num_tables, files)
     coordinator.block_pool.tier = cache

@@ -40,7 +40,7 @@ class PolicyScheduler:
         a request ends      reports.of_request, ends, freed
 
     - A request is planned when it arrives. If the lengths depend on its scores, the plan is
-      deferred until the worker has solved them.
+      deferred until the worker has decided them.
     - The coordinator gives head blocks back once the worker has confirmed the compaction.
     - A prompt starts only if it will not be preempted before its prefill was worth it.
 
@@ -102,7 +102,7 @@ class PolicyScheduler:
                 ahead=engine.num_spec_tokens + engine.num_lookahead_tokens,
             )
         self.pressure = None
-        if self.policy.schedule.budgets_above:
+        if self.policy.schedule.waits_for_orders:
             self.pressure = Pressure(
                 coordinator,
                 steps_ahead=config.max_concurrent_batches + 1,
@@ -149,8 +149,9 @@ class PolicyScheduler:
         """Tell the workers what to do before the step that has just been scheduled."""
         coordinator, orders = self.coordinator, None
         if self.pressure is not None:
-            waiting = self.chunks.without_room(output.num_scheduled_tokens)
-            orders = self.pressure.orders(self._engine.running, waiting)
+            orders = self.pressure.orders(
+                self._engine.running, self.chunks.admitted, output.num_scheduled_tokens
+            )
         coordinator.stores.mark_scheduled()
         attach_block_copies(output, coordinator.block_copies.take())
         # Last, when all requests have got the blocks that this step needs.

@@ -16,7 +16,7 @@ go to blocks that others share is left alone.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,34 +91,45 @@ class Pressure(SchedulerHooks):
         self._spare = int(SPARE * coordinator.block_pool.num_gpu_blocks)
         self._pending: Numbers = np.zeros(len(stages), np.int64)
         self._requests: dict[str, _Levelled] = {}
+        units = cdiv(tokens_per_step, coordinator.layer_blocks.unit)
+        self._of_step = max(coordinator.layer_blocks.missing(0, units))
+        self._calm = 0  # steps that cannot lack blocks, unless a request starts
         self._orders, self._to_floor, self._lost = 0, 0, 0.0
 
     @property
     def is_pending(self) -> bool:
         """Whether blocks will come back that orders free."""
+        if self._pending.any():
+            self._drop_preempted()
         return bool(self._pending.any())
 
     # Orders ---------------------------------------------------------------------------------------
 
     def orders(
-        self, running: Sequence[Request], waiting: Request | None
+        self, running: Sequence[Request], admitted: Request | None, scheduled: Container[str]
     ) -> dict[str, LateEviction] | None:
         """Return the evictions that the workers make before the step just scheduled.
 
         Args:
             running: all running requests, oldest first.
-            waiting: a request that was admitted in this step and got no blocks, if there is one.
+            admitted: the last request that was to start in this step, if there is one.
+            scheduled: the requests that got tokens.
         """
+        if admitted is None and self._calm:
+            self._calm -= 1
+            return None  # nearly every step
         self._drop_preempted()
         pool = self._coordinator.block_pool
         free = pool.free_by_stage()
         lacking = self._growth(running) - free - self._pending
-        if waiting is not None:
+        if admitted is not None and admitted.request_id not in scheduled:
             needed = self._coordinator.get_num_blocks_to_allocate(
-                waiting.request_id, waiting.num_tokens, apply_admission_cap=True
+                admitted.request_id, admitted.num_tokens, apply_admission_cap=True
             )
             lacking += max(needed - pool.get_num_free_blocks() + int(free.min()), 0)
         if (lacking <= 0).all():
+            # What a step takes at most for each request that generates.
+            self._calm = int(-lacking.max()) // (len(running) * self._of_step + 1)
             return None
         chosen = self._choose(running, lacking + self._spare)
         return {

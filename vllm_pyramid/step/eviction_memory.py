@@ -36,7 +36,7 @@ _TILE = 256  # keys, at least as many as in a tile of the C++ kernels
 # Bytes for each of the padded scores, in the worst of the paths that a piece may take.
 _SCORED = 20  # scores, mass before the pooling, protected scores, kept places, sorted keys
 _GATHERED = 60  # where pools follow: copies of the mass, places as int64 before and behind the move
-_SOLVED = 56  # where lengths follow from scores: these sorted and summed in float64
+_DEFERRED = 56  # where lengths follow from scores: these sorted and summed in float64
 _TRACED = 48  # the window's mass again, in float64 for the recall of what is kept
 
 
@@ -120,7 +120,7 @@ class EvictionMemory:
     def bytes_of_scores(self) -> int:
         """Return the bytes of a piece: its scores, what is selected by them, and its tables."""
         of_each = _SCORED + self._bytes_of_window() + _TRACED * self.traces
-        of_each += _GATHERED * self.gathers + _SOLVED * self.policy.allocator.solves
+        of_each += _GATHERED * self.gathers + _DEFERRED * self.policy.allocator.defers
         block_size = min(spec.block_size for spec in self.specs)
         tables = 24 * self.requests * -(-self.longest // block_size)  # int32, and as an index
         return of_each * max(self._numbers(spec.num_kv_heads) for spec in self.specs) + tables
@@ -159,7 +159,7 @@ class EvictionMemory:
         """Return the most padded scores of a piece."""
         one = num_kv_heads * self.longest
         most = SCORES_BYTES // 4
-        if self.policy.allocator.solves:  # all layers have the pieces of the first one
+        if self.policy.allocator.defers:  # all layers have the pieces of the first one
             most = most * num_kv_heads // min(spec.num_kv_heads for spec in self.specs)
         return min(max(most, one), self.requests * one)
 

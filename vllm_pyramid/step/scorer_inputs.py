@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from vllm_pyramid.kernels.gather_tokens import gather_scaled
-from vllm_pyramid.kernels.reference_mass import with_sinks
+from vllm_pyramid.kernels.log_sum_exp import with_sinks
 from vllm_pyramid.step.eviction_memory import heads_at_once, parts_of_heads
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ class WorkerRequest:
 
     Attributes:
         policy: the policy that the request is served with.
-        plan: its plan now; a solved plan replaces an open one.
+        plan: its plan now; a decided plan replaces an open one.
         initial: the plan that it arrived with, which holds again after a preemption.
         keep: spans of the prompt that stay in every layer and head.
         state: what methods keep of it, by the name of their hooks.
@@ -198,15 +198,15 @@ class Step:
         if self.evictions is None:
             return {}
         evictions = self.evictions
-        unsolved = set(evictions.unsolved.tolist())
+        deferred = set(evictions.deferred.tolist())
         report = {}
         for index in np.flatnonzero(evictions.is_reported).tolist():
             plan, keep = evictions.plans[index], None
-            if index in unsolved:
+            if index in deferred:
                 if not isinstance(plan, EvictionPoint):
                     raise RuntimeError(
                         f"request {evictions.request_ids[index]}: its prompt of "
-                        f"{plan.prompt_len} tokens ended and its lengths were not solved: layers "
+                        f"{plan.prompt_len} tokens ended and its lengths were not decided: layers "
                         "did not run; report this"
                     )
                 keep = tuple(plan.keep.tolist())

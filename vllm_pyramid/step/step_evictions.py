@@ -36,9 +36,9 @@ class StepEvictions:
 
     Attributes:
         kept_lens: `[L, E]` int32, tokens that stay in each layer; all of them while a plan is open.
-        budgets: `[E]` int32, mean tokens per layer of the plans; of an open one once it is solved.
-        unsolved: indices of the requests whose plan was deferred when the step began.
-        solved: indices of the others.
+        budgets: `[E]` int32, mean tokens per layer of the plans; of an open one once it is decided.
+        deferred: indices of the requests whose plan was deferred when the step began.
+        decided: indices of the others.
         resolved: the whole plans of `unsolved` requests, by index, once all layers are solved.
         inside_prompt: `[E]` bool, whether the eviction comes before the prompt's end.
         at_prompt_end: `[E]` bool, whether it comes at the prompt's end.
@@ -53,7 +53,7 @@ class StepEvictions:
         query_lens: `[E]` int32, their queries in the step: in a prompt, the chunk up to here.
         prompt_lens: `[E]` int32, tokens of their prompts.
         points: `[E]` int32, tokens computed at the eviction, which the step computes last.
-        plans: E plans of this eviction; open ones until they are solved in this step.
+        plans: E plans of this eviction; open ones until they are decided in this step.
         eviction_numbers: E numbers: which eviction of its request it is, from 1.
         end_numbers: E numbers of the eviction at the request's prompt's end.
         intervals: `[E]` int64, tokens between two evictions after the prompt's end, or 0.
@@ -113,15 +113,15 @@ class StepEvictions:
                 "are computed; report this"
             )
         is_deferred = np.array([plan.is_deferred for plan in plans], bool)
-        self.unsolved: Indices = np.flatnonzero(is_deferred)
-        self.solved: list[int] = np.flatnonzero(~is_deferred).tolist()
+        self.deferred: Indices = np.flatnonzero(is_deferred)
+        self.decided: list[int] = np.flatnonzero(~is_deferred).tolist()
         self.resolved: dict[int, RetentionPlan] = {}
-        self._solved_keeps: dict[int, npt.NDArray[np.int64]] = {}
+        self._decided_keeps: dict[int, npt.NDArray[np.int64]] = {}
         self.is_reported: npt.NDArray[np.bool_] = is_deferred | np.any(
             self.kept_lens < visible, axis=0
         )
         # Prompts that are computed in pieces have evicted while the layers ran.
-        self._is_done = np.array([plan.thinned for plan in plans], bool)
+        self._is_done = np.array([plan.in_pieces for plan in plans], bool)
         self._on_device: dict[bytes, _DeviceEvictions] = {}
         self._copies_on_device: dict[int, torch.Tensor] = {}
         self._masks: dict[bytes, torch.Tensor | None] = {}
@@ -284,14 +284,14 @@ class StepEvictions:
                 pool.copy_blocks(sources, targets)
 
     def open_plan(self, index: int) -> DeferredPlan:
-        """Return a request's plan, whose lengths are to be solved in this step."""
+        """Return a request's plan, whose lengths are to be decided in this step."""
         plan = self.plans[index]
         if not isinstance(plan, DeferredPlan):
-            raise RuntimeError(f"request {self.request_ids[index]} is solved twice; report this")
+            raise RuntimeError(f"request {self.request_ids[index]} is decided twice; report this")
         return plan
 
     def resolve(self, index: int, keep: npt.NDArray[np.int64], first: int = 0) -> None:
-        """Take over lengths that were solved; with those of the top layer the plan is known.
+        """Take over lengths that were decided; with those of the top layer the plan is known.
 
         Args:
             keep: tokens that the layers from `first` on keep, window and sinks included: `[L]`, or
@@ -302,7 +302,7 @@ class StepEvictions:
         """
         plan, end = self.open_plan(index), first + len(keep)
         self.kept_lens[first:end, index] = plan.end_point(keep).held
-        keeps = self._solved_keeps.setdefault(index, np.zeros(plan.num_layers, np.int64))
+        keeps = self._decided_keeps.setdefault(index, np.zeros(plan.num_layers, np.int64))
         keeps[first:end] = keep
         if end < plan.num_layers:
             return

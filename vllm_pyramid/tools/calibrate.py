@@ -22,7 +22,7 @@ import numpy.typing as npt
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.served_settings import NO_POLICY
-from vllm_pyramid.tools.command_parts import Progress, has_matplotlib, parse_engine_args
+from vllm_pyramid.tools.command_parts import Progress, parse_engine_args
 from vllm_pyramid.tools.heads import command as heads
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
     parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
-    parser.add_argument("--picture", metavar="FILE", help="the shares and their spread (PNG, SVG)")
     parser.add_argument(
         "--engine-args",
         metavar="JSON",
@@ -157,34 +156,6 @@ def policy_text(policy: Policy, calibration: Calibration, name: str, source: str
     return head + str(yaml.safe_dump(data, sort_keys=False, width=96, default_flow_style=None))
 
 
-def draw(calibration: Calibration, title: str, path: Path) -> None:
-    """Draw the shares: mean, middle half of the prompts (box), and all of them (whiskers).
-
-    Raises:
-        ValueError: matplotlib is not installed, or cannot write such a file.
-    """
-    if not has_matplotlib():
-        raise ValueError(
-            "--picture needs matplotlib: install it (pip install 'vllm-pyramid[bench]'), or leave "
-            "the picture out"
-        )
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    layers = range(calibration.shares.shape[1])
-    axes.boxplot(100 * calibration.shares, positions=layers, whis=(0, 100), showmeans=True)
-    axes.axhline(100 / len(layers), color="grey", linestyle="--", label="all alike")
-    axes.set(
-        title=title, xlabel="layer, from the input side", ylabel="share of the tokens [%]", ylim=0
-    )
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot write the picture {path}: {error}") from error
-
-
 def _solve(
     model: str, settings: KVSettings, prompts: Sequence[dict[str, Any]], engine_args: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
@@ -205,15 +176,15 @@ def _solve(
 
 def _policy_of(settings: KVSettings) -> Policy:
     policy = settings.policy()
-    if policy is not None and policy.heads.solves:
+    if policy is not None and policy.heads.defers:
         raise ValueError(
             f"policy {settings.kv_policy!r} solves the lengths of single KV heads, which are not "
             "calibrated"
         )
-    if policy is None or not policy.allocator.solves:
+    if policy is None or not policy.allocator.defers:
         from vllm_pyramid.policy import load_presets
 
-        solving = [preset.name for preset in load_presets() if preset.allocator.solves]
+        solving = [preset.name for preset in load_presets() if preset.allocator.defers]
         raise ValueError(
             f"policy {settings.kv_policy!r} knows its lengths beforehand, so there is nothing to "
             f"calibrate: use one that solves them ({', '.join(solving)})"
@@ -222,25 +193,23 @@ def _policy_of(settings: KVSettings) -> Policy:
     return policy
 
 
-def checked_output(name: str, picture: str | None = None) -> Path:
+def checked_output(name: str) -> Path:
     """Return the path of the policy file, which can be written.
 
     Raises:
-        ValueError: its ending is another, or its folder or the picture's does not exist.
+        ValueError: its ending is another, or its folder does not exist.
     """
     output = Path(name)
     if output.suffix not in (".yaml", ".yml"):
         raise ValueError(f"the output {name!r} must end in .yaml, as --kv-policy asks for it")
-    if not output.parent.is_dir() or (picture and not Path(picture).parent.is_dir()):
-        raise ValueError("the folder of the output or of the picture does not exist")
+    if not output.parent.is_dir():
+        raise ValueError(f"the folder of the output {name!r} does not exist")
     return output
 
 
 def _check_needed(args: argparse.Namespace) -> None:
     """Raise ValueError if a file is missing that the flags ask for."""
-    needed = [] if args.heads else ["prompts"]
-    if args.mask is None:
-        needed.append("output")
+    needed = ["output"] if args.heads else ["prompts", "output"]
     missing = [f"--{name}" for name in needed if getattr(args, name) is None]
     if missing:
         raise ValueError(f"calibrate needs {' and '.join(missing)}")
@@ -251,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
     heads.check_flags(args)
     _check_needed(args)
     if args.heads:
-        return heads.run(args, read_prompts(Path(args.prompts)) if args.prompts else [])
+        return heads.run(args)
     args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(
@@ -261,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
         kv_policy_args=parse_policy_args(args.kv_policy_args),
     )
     policy = _policy_of(settings)
-    output = checked_output(args.output, args.picture)
+    output = checked_output(args.output)
     prompts = read_prompts(Path(args.prompts))
     engine_args = parse_engine_args(args.engine_args)
 
@@ -281,10 +250,6 @@ def run(args: argparse.Namespace) -> int:
     output.write_text(
         policy_text(made_from, calibration, output.stem, args.model), encoding="utf-8"
     )
-    if args.picture:
-        draw(
-            calibration, f"{policy.name}, budget {policy.budget}: {args.model}", Path(args.picture)
-        )
     spread = calibration.shares.std(axis=0) / np.maximum(calibration.mean, 1e-12)
     console.print(
         f"{output}: shares of {calibration.shares.shape[1]} layers over "

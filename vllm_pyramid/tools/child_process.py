@@ -97,11 +97,6 @@ class LoggedProcess:
         end_group(self._process)
         self._log.close()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended by itself."""
-        return self._process.poll() is not None
-
     def error(self) -> ChildError:
         """Return the status and the end of the log of a process that has ended or is about to."""
         status = self._process.wait()

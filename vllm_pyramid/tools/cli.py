@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
 from vllm_pyramid.tools import calibrate
@@ -17,7 +16,6 @@ from vllm_pyramid.tools.bench.command import add_command as add_bench
 from vllm_pyramid.tools.budgets.command import add_command as add_budgets
 from vllm_pyramid.tools.doctor.command import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
-from vllm_pyramid.tools.models import MODELS, gguf_folder, model_folder
 from vllm_pyramid.tools.sessions import add_command as add_sessions
 from vllm_pyramid.tools.show.command import add_command as add_show
 from vllm_pyramid.tools.top.command import add_command as add_top
@@ -46,23 +44,13 @@ def _build_parser() -> argparse.ArgumentParser:
     calibrate.add_parser(commands)
     # Only for the list of commands: `main` hands the demonstration its own arguments.
     commands.add_parser("demo", help="run the built-in model with three policies", add_help=False)
-    about = "; ".join(f"`{name}` is {model.about}" for name, model in MODELS.items())
     model = commands.add_parser(
         "model",
-        help="print the folder of a model that needs no download",
-        description="Prints the folder of a model for `vllm serve` and `--model`. `built-in` is "
-        "3.7 million parameters that find facts in text. The others are written once, from Python "
-        f"packages that hold them, if these are installed: {about}. `gguf FILE` writes the model "
-        "in a GGUF file.",
+        help="print the folder of the built-in model",
+        description="Prints the folder of the built-in model for `vllm serve` and `--model`: 3.7 "
+        "million parameters that find facts in text.",
     )
-    model.add_argument("name", choices=["built-in", *MODELS, "gguf"])
-    model.add_argument(
-        "paths",
-        nargs="*",
-        type=Path,
-        metavar="[FILE] [FOLDER]",
-        help="FILE, for gguf; FOLDER, where the model is written (default: in the user's cache)",
-    )
+    model.add_argument("name", choices=["built-in"])
     model.set_defaults(run=_run_model)
     return parser
 
@@ -103,24 +91,7 @@ def _run_policies(args: argparse.Namespace) -> int:
 def _run_model(args: argparse.Namespace) -> int:
     from vllm_pyramid.tools.demo import model_path
 
-    paths: list[Path] = args.paths
-    if args.name == "built-in" and paths:
-        raise ValueError("the built-in model lies in the package: leave the folder out")
-    least = args.name == "gguf"
-    if not least <= len(paths) <= least + 1:
-        raise ValueError(
-            f"model {args.name} takes {'FILE and at most one FOLDER' if least else 'one FOLDER'}, "
-            f"not {len(paths)} paths"
-        )
-    try:
-        if args.name == "built-in":
-            print(model_path())
-        elif args.name == "gguf":
-            print(gguf_folder(*paths))
-        else:
-            print(model_folder(args.name, *paths))
-    except OSError as error:  # a file that is not there, a folder that cannot be written
-        raise ValueError(str(error)) from None
+    print(model_path())
     return 0
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -163,8 +162,3 @@ class Progress:
     def advance(self, count: int = 1) -> None:
         """Count `count` more as done."""
         self._bar.advance(self._task, count)
-
-
-def has_matplotlib() -> bool:
-    """Return whether matplotlib, which draws pictures, is installed."""
-    return importlib.util.find_spec("matplotlib") is not None

@@ -7,7 +7,7 @@ A request evicts at the end of its prompt and, where its plan says so, at points
 and at a fixed interval after it; a step never computes tokens on both sides of such a point.
 
 A plan is a function of the prompt length, which scheduler and workers compute without a message, or
-it is open until the step that ends the prompt solves it (`methods/solved`). From the next step on
+it is open until the step that ends the prompt decides its lengths. From the next step on
 the worker uses its own result, whether or not the scheduler has received it. After a preemption the
 plan is open again.
 
@@ -315,7 +315,7 @@ class EvictionTracker:
     def end_step(self) -> tuple[dict[str, Eviction], dict[str, Any]]:
         """Return the reports to the scheduler: evictions by request, and those of the methods.
 
-        Called once a step; plans that it has solved hold from now on.
+        Called once a step; plans that it has decided hold from now on.
         """
         step = self.step
         reports: dict[str, Any] = {}
@@ -336,7 +336,7 @@ class EvictionTracker:
         evictions = step.report() | self._ordered
         self._ordered = {}
         if step.evictions is not None:
-            for index in step.evictions.unsolved.tolist():
+            for index in step.evictions.deferred.tolist():
                 request = step.requests[int(step.evictions.rows[index])]
                 request.plan = step.evictions.resolved[index]
         step.evictions = step.layout = None

@@ -4,11 +4,10 @@
     slots    [S, L, B] bytes       S slots, L blocks of each (a layer's each), B bytes of a block
     pages    [P, B] bytes          all blocks of the device, of one memory for all layers
 
-A policy that selects pages has a summary of each block in a memory of its own, which is copied with
-the block:
+What a method keeps beside each block (`CacheHooks.block_extras`) is copied with the block:
 
-    slots    [S, L, B + C] bytes   C bytes of a summary, behind its block's
-    summaries [P, C] bytes
+    slots    [S, L, B + C] bytes   C bytes behind those of the block
+    extras   [P, C] bytes          one memory a method
 
 A worker has the layers of its pipeline stage, and takes their blocks out of each order.
 
@@ -18,7 +17,7 @@ the step's own stream, copy in the order in which the scheduler gave slots and b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ class HostPool:
         specs: of this worker's layers, all of which evict.
         allocate: makes host memory that the device addresses.
         part: the number of this worker among all ranks, where bundles are in files.
-        summary_rows: see `Attend.summary_rows`.
+        extra_bytes: beside each block, of all methods together.
         has_files: whether bundles are written to files, for which memory is reserved, too.
 
     Raises:
@@ -62,11 +61,11 @@ class HostPool:
         specs: Sequence[LayerKVCacheSpec],
         allocate: Callable[[int], HostMemory],
         part: int = 0,
-        summary_rows: int = 0,
+        extra_bytes: int = 0,
         *,
         has_files: bool = True,
     ) -> None:
-        slots = HostSlots.of(num_bytes, specs, summary_rows)
+        slots = HostSlots.of(num_bytes, specs, extra_bytes)
         self._part, self._layers = part, slice(None)  # a state has more blocks than layers
         if len(specs) < specs[0].num_layers:
             self._layers = slice(specs[0].layer_idx, specs[-1].layer_idx + 1)
@@ -81,12 +80,12 @@ class HostPool:
         self,
         kv_caches: Sequence[torch.Tensor],
         num_blocks: int,
-        summaries: torch.Tensor | None = None,
+        extras: Iterable[torch.Tensor] = (),
     ) -> None:
         """Take the device's blocks, which have been allocated, perhaps again.
 
         Args:
-            summaries: `[num_blocks, ...]` of a policy that selects pages.
+            extras: `[num_blocks, ...]` of each method that keeps something beside blocks.
 
         Raises:
             RuntimeError: layers have memories of their own, or blocks of other sizes.
@@ -104,12 +103,12 @@ class HostPool:
         pages = torch.empty(0, dtype=torch.uint8, device=cache.device)
         pages.set_(cache.untyped_storage())
         self._memories = [pages.view(num_blocks, size)]
-        if summaries is not None and summaries.numel():
-            self._memories.append(summaries.view(torch.uint8).view(num_blocks, -1))
+        for memory in extras:
+            self._memories.append(memory.view(torch.uint8).view(num_blocks, -1))
         if sum(memory.shape[1] for memory in self._memories) != self.slots.shape[-1]:
             raise RuntimeError(
                 f"the KV cache has blocks of {[memory.shape[1] for memory in self._memories]} "
-                f"bytes, summaries included, and a slot of the host cache has room for "
+                f"bytes, those beside them included, and a slot of the host cache has room for "
                 f"{self.slots.shape[-1]}: leave --kv-host-cache out, and report this"
             )
 

@@ -84,9 +84,7 @@ class WorkerMemory:
             return 0
         with_pools = [hooks for hooks in self._hooks if hooks.bytes_per_block()]
         behind = {
-            hooks.label
-            for hooks in (*with_pools, *self._followers)
-            if hooks.summaries_of_blocks() is None
+            hooks.label for hooks in (*with_pools, *self._followers) if hooks.block_extras() is None
         }
         if behind:
             raise ValueError(
@@ -94,8 +92,8 @@ class WorkerMemory:
                 "memory for each block of the device, which is not copied to the host; leave the "
                 "flag out"
             )
-        rows = self._settings.policy.attend.summary_rows
-        slots = HostSlots.of(wanted, list(self._layers.evicting.values()), rows)
+        specs = list(self._layers.evicting.values())
+        slots = HostSlots.of(wanted, specs, self._settings.policy.extra_bytes(specs[0]))
         num_bytes = slots.count * slots.num_bytes
         if self._settings.host_cache_dir is None:
             return num_bytes

@@ -115,7 +115,7 @@ class WorkerRuntime:
             whole_graphs=partial(captures_decode_steps, config),
         )
         hooks, self.late = policy.worker_hooks(context), None
-        if policy.schedule.budgets_above:
+        if policy.schedule.waits_for_orders:
             self.late = LateEvictions(policy, lambda: tracker.step)
             hooks.append(self.late)
         tracker.hooks = MethodHooks(hooks)
@@ -142,12 +142,13 @@ class WorkerRuntime:
             hooks.allocate(num_blocks)
         if self._settings.host_cache_bytes is not None and self.host_pool is None:
             self.memory.check_host(available_host_memory())
+            specs = list(self.layers.evicting.values())
             self.host_pool = HostPool(
                 self._settings.host_cache_bytes,
-                list(self.layers.evicting.values()),
+                specs,
                 host_memory_of(self._device),
                 self.pipeline.stage * self._ranks.size + self._ranks.rank,
-                self._settings.policy.attend.summary_rows,
+                self._settings.policy.extra_bytes(specs[0]),
                 has_files=self._settings.host_cache_dir is not None,
             )
 
@@ -160,10 +161,8 @@ class WorkerRuntime:
         """Bind the host cache, if there is one; arguments and errors as of `HostPool.bind`."""
         if self.host_pool is None:
             return
-        found = [hooks.summaries_of_blocks() for hooks in self.tracker.hooks.cache]
-        summaries = [one for one in found if one is not None]
-        assert len(summaries) < 2, "one method selects pages"
-        self.host_pool.bind(kv_caches, num_blocks, summaries[0] if summaries else None)
+        found = [hooks.block_extras() for hooks in self.tracker.hooks.cache]
+        self.host_pool.bind(kv_caches, num_blocks, [one for one in found if one is not None])
 
     def compile_kernels(self) -> None:
         """Compile every variant of the kernels of evictions, so that no request waits for one."""

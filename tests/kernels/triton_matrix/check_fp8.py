@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_pyramid.kernels import reference
+from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.records import FP8_DTYPES, Reduction, Softmax, WindowBatch
-from vllm_pyramid.kernels.triton import functions as triton_ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.triton_matrix import table_twins
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 
 pytestmark = pytest.mark.cpu if os.environ.get("TRITON_INTERPRET") == "1" else pytest.mark.gpu
@@ -33,7 +34,7 @@ def test_queries_in_the_order_of_lanes(ints, device, heads, counts):
         for _ in "ab"
     )
     triton_lanes.lane_rows(*found, starts, heads)
-    triton_lanes.lane_rows_reference(*twin, starts, heads)
+    table_twins.lane_rows_reference(*twin, starts, heads)
     for own, right in zip(found, twin, strict=True):
         assert torch.equal(own, right)
     of_lanes, order = (tensor.tolist() for tensor in found)
@@ -68,7 +69,7 @@ def test_tables_of_lanes(ints, device, heads, width, num_columns):
     arguments = (tables, skips[:, : rows * heads], ints(lens), N, num_columns)
     for function, (own, own_lens) in (
         (triton_lanes.gather_lanes, found),
-        (triton_lanes.gather_lanes_reference, twin),
+        (table_twins.gather_lanes_reference, twin),
     ):
         function(own, own_lens[:, : rows * heads], *arguments)
     for own, right in zip(found, twin, strict=True):
@@ -106,7 +107,7 @@ def test_slots_of_lanes(ints, device, heads, counts, lens):
         found, twin = (torch.full((LAYERS, places), -9, device=device) for _ in "ab")
         arguments = (tables, starts, ints(lens), heads, N, written)
         triton_lanes.lane_slots(found, *arguments)
-        triton_lanes.lane_slots_reference(twin, *arguments)
+        table_twins.lane_slots_reference(twin, *arguments)
         assert torch.equal(found, twin)
         cleared = max(written - tokens * heads, 0)
         assert (found[:, tokens * heads :][:, :cleared] == -1).all()

@@ -19,20 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver as triton_driver
 
 from tests.kernels.arguments import check_no_requests
-from vllm_pyramid.kernels.contract import Ops
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
-from vllm_pyramid.kernels.records import (
-    AttentionBatch,
-    Choosers,
-    RecentBatch,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
-from vllm_pyramid.kernels.triton import functions as triton_ops
+from tests.kernels.every_kernel import contracts_of, shared_triton, triton_ops
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
-from vllm_pyramid.kernels.triton.topn_launch import workspace_cells
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
+from vllm_pyramid.methods.pages.kernels import triton as page_triton
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
@@ -253,9 +248,9 @@ def test_selecting_pages_allocates_scratch_alone_and_reads_nothing_back(launches
     budgets = torch.full_like(lens, 2)
     attended = torch.empty_like(batch.query)
     with Recorder() as recorder:
-        triton_ops.summarise_pages(pool, key, table, skips, lens, skips, kind="box", max_pages=3)
-        scores = triton_ops.score_pages(rows, SOFTMAX, pool, kind="box", out=out)
-        found = triton_ops.select_pages(rows, scores, budgets, out=chosen)
+        page_triton.summarise_pages(pool, key, table, skips, lens, skips, kind="box", max_pages=3)
+        scores = page_triton.score_pages(rows, SOFTMAX, pool, kind="box", out=out)
+        found = page_triton.select_pages(rows, scores, budgets, out=chosen)
         lists = replace(
             batch, block_table=found.block_table, seq_lens=found.seq_lens, skips=found.skips
         )
@@ -287,11 +282,11 @@ def test_lists_of_heads_are_checked(launches):
     assert not launches
 
 
-@pytest.mark.parametrize("name", [name for name in dir(Ops) if not name.startswith("_")])
-def test_every_call_of_the_contract_is_accepted(name):
+@pytest.mark.parametrize(("contract", "module", "name"), contracts_of(shared_triton))
+def test_every_call_of_the_contract_is_accepted(contract, module, name):
     """Compare parameters: the engine calls every back end with the same arguments."""
-    ours = inspect.signature(getattr(triton_ops, name)).parameters
-    wanted = dict(inspect.signature(getattr(Ops, name)).parameters)
+    ours = inspect.signature(getattr(module, name)).parameters
+    wanted = dict(inspect.signature(getattr(contract, name)).parameters)
     del wanted["self"]
     for key, parameter in wanted.items():
         assert key in ours, f"{name} of Triton does not take {key}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.arguments import head_sinks, take_softmax
-from vllm_pyramid.kernels import reference
+from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.records import (
     GQA_REDUCTIONS,
@@ -19,7 +19,6 @@ from vllm_pyramid.kernels.records import (
     Softmax,
     WindowBatch,
 )
-from vllm_pyramid.kernels.triton import functions as triton_ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
+from tests.kernels.triton_matrix import table_twins
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.triton import functions as triton_ops
-from vllm_pyramid.kernels.triton import tables as triton_tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -154,7 +154,7 @@ def test_tables_are_shifted_in_place(ints, device, width, num_columns):
     tables = stock.to(device).clone()
     twin = stock.to(device).clone()
     triton_ops.shift_block_tables_(tables, skips, 16, num_columns)
-    triton_tables.shift_block_tables_reference_(twin, skips, 16, num_columns)
+    table_twins.shift_block_tables_reference_(twin, skips, 16, num_columns)
     assert torch.equal(tables, twin)
     for layer, row_skips in enumerate(skips.tolist()):
         for row, skip in enumerate(row_skips):
@@ -172,7 +172,7 @@ def test_tables_of_a_smaller_batch(ints, device):
     buffer = ints([[16, 0, 32, 99, 99], [0, 0, 16, 99, 99], [320, 160, 0, 99, 99]])
     tables, twin = stock.clone(), stock.clone()
     triton_ops.shift_block_tables_(tables[:, :4], buffer[:, :3], 16, 30)
-    triton_tables.shift_block_tables_reference_(twin[:, :4], buffer[:, :3], 16, 30)
+    table_twins.shift_block_tables_reference_(twin[:, :4], buffer[:, :3], 16, 30)
     assert torch.equal(tables, twin)
     assert torch.equal(tables[:, 3:], stock[:, 3:])
     assert torch.equal(tables[0, 2, :28], stock[0, 2, 2:30])
@@ -196,7 +196,7 @@ def test_effective_lengths(ints, device):
     for block_size, expected in ((1, [5, 24, 3, 14]), (16, [5, 24, 18, 14])):
         lens = [torch.full((5,), -5, dtype=torch.int32, device=device) for _ in "ab"]
         triton_ops.effective_lens(lens[0], seq_lens, skips, block_size)
-        triton_tables.effective_lens_reference(lens[1], seq_lens, skips, block_size)
+        table_twins.effective_lens_reference(lens[1], seq_lens, skips, block_size)
         assert lens[0].tolist() == lens[1].tolist() == [*expected, -5]
 
 
@@ -208,6 +208,6 @@ def test_effective_lengths_of_all_layers(ints, device):
     skips = torch.randint(0, 90, (3, num_rows), generator=generator).int().to(device)
     lens = [torch.empty(3, num_rows, dtype=torch.int32, device=device) for _ in "ab"]
     triton_ops.effective_lens(lens[0], seq_lens, skips)
-    triton_tables.effective_lens_reference(lens[1], seq_lens, skips)
+    table_twins.effective_lens_reference(lens[1], seq_lens, skips)
     assert torch.equal(lens[0], lens[1])
     assert (lens[0] == 0).any() and (lens[0] > 0).any()

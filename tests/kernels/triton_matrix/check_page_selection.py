@@ -12,15 +12,17 @@ import torch
 
 from tests.kernels.arguments import head_sinks
 from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.page_records import (
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.kernels.triton import functions as triton_ops
+from vllm_pyramid.methods.pages.kernels import reference as page_reference
+from vllm_pyramid.methods.pages.kernels import triton as page_triton
+from vllm_pyramid.methods.pages.kernels.records import (
     SCORE_KINDS,
     SUMMARY_KINDS,
     SUMMARY_ROWS,
     PageBatch,
     PageSelection,
 )
-from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.kernels.triton import functions as triton_ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -72,10 +74,10 @@ def summaries(
 def test_summaries(make_paged, ints, geometry, kind):
     """Compare the whole pool: pages that hold no new key stay NaN."""
     paged, _ = made(make_paged, ints, geometry)
-    right = summaries(reference, paged, ints, kind, torch.float32)
+    right = summaries(page_reference, paged, ints, kind, torch.float32)
     assert right.isnan().any() and not right.isnan().all()
-    close(summaries(triton_ops, paged, ints, kind, torch.float32), right, 1e-5, 1e-6)
-    known = summaries(triton_ops, paged, ints, kind, torch.bfloat16, max_pages=19)
+    close(summaries(page_triton, paged, ints, kind, torch.float32), right, 1e-5, 1e-6)
+    known = summaries(page_triton, paged, ints, kind, torch.bfloat16, max_pages=19)
     # The interpreter cuts a float32 to its upper half where a GPU rounds it.
     close(known, right, 2.0**-7 if INTERPRETED else 2.0**-8, 1e-5)
 
@@ -94,19 +96,19 @@ def test_scores(make_paged, ints, geometry, kind):
     if kind in SUMMARY_KINDS:
         wanted = dtype if group != 1 else torch.float32
         starts = ints([0] * 4)
-        pool = summaries(reference, paged, ints, kind, wanted)
+        pool = summaries(page_reference, paged, ints, kind, wanted)
         inputs = (paged.block_table, starts, ints(LENS), ints(SKIPS))
-        reference.summarise_pages(pool, paged.key_cache, *inputs, kind=kind)
+        page_reference.summarise_pages(pool, paged.key_cache, *inputs, kind=kind)
     elif kind == "rows":
         pool = torch.randn(*pool.shape[:2], 3, head_size, device=pool.device).to(dtype)
-    right = reference.score_pages(rows, softmax, pool, **options, compute_dtype=torch.float64)
-    found = triton_ops.score_pages(rows, softmax, pool, **options)
+    right = page_reference.score_pages(rows, softmax, pool, **options, compute_dtype=torch.float64)
+    found = page_triton.score_pages(rows, softmax, pool, **options)
     assert found.shape == right.shape and not right.isnan().any()
     close(found.exp(), right.exp(), 1e-4, 0.0)  # -inf behind the last candidate
     close(found.nan_to_num(neginf=0), right.nan_to_num(neginf=0), 5e-4, 1e-6)
     assert torch.equal(found == -torch.inf, right == -torch.inf)
     out = torch.zeros(9, *right.shape[1:2], right.shape[2] + 5, device=right.device)
-    held = triton_ops.score_pages(
+    held = page_triton.score_pages(
         replace(rows, max_pages=right.shape[2] + 1), softmax, pool, **options, out=out
     )
     assert held.data_ptr() == out.data_ptr()
@@ -124,10 +126,10 @@ def test_selection(make_paged, ints, sinks, recent, levels):
     scores = scores.to(rows.query.device)
     for budgets in ([1, 3, 4, 2, 7], [50, 50, 6, 1, 18]):
         options = {"sinks": sinks, "recent": recent}
-        right = reference.select_pages(rows, scores, ints(budgets), **options)
-        found = triton_ops.select_pages(rows, scores, ints(budgets), **options)
+        right = page_reference.select_pages(rows, scores, ints(budgets), **options)
+        found = page_triton.select_pages(rows, scores, ints(budgets), **options)
         held = PageSelection.empty(7, 2, right.pages.shape[2] + 3, scores.device)
-        wide = triton_ops.select_pages(rows, scores, ints(budgets), **options, out=held)
+        wide = page_triton.select_pages(rows, scores, ints(budgets), **options, out=held)
         width = right.pages.shape[2]
         for name in ("pages", "block_table", "counts", "seq_lens", "skips"):
             assert torch.equal(getattr(found, name), getattr(right, name)), name
@@ -149,7 +151,7 @@ def test_attention_reads_the_lists_of_each_head(make_paged, ints, geometry, spli
     starts, softmax = ints(list(range(6))), Softmax(head_size**-0.5)
     caches = (rows.query, paged.key_cache, paged.value_cache)
     out, dense = torch.empty_like(rows.query), torch.empty_like(rows.query)
-    everything = triton_ops.select_pages(rows, scores, ints([99] * 5))
+    everything = page_triton.select_pages(rows, scores, ints([99] * 5))
     table = paged.block_table[rows.requests.long()]
     whole = AttentionBatch(*caches, table, starts, rows.positions + 1, rows.skips)
     triton_ops.paged_attention(dense, whole, softmax, num_splits=splits)
@@ -159,7 +161,7 @@ def test_attention_reads_the_lists_of_each_head(make_paged, ints, geometry, spli
     torch.testing.assert_close(out, dense, rtol=tolerance, atol=tolerance)
     seen = rows.skips < 16  # their tiles begin where those of the table do
     assert torch.equal(out[seen], dense[seen]) and seen.any()
-    found = triton_ops.select_pages(rows, scores, ints([4] * 5), recent=2)
+    found = page_triton.select_pages(rows, scores, ints([4] * 5), recent=2)
     lists = (found.block_table, starts, found.seq_lens, found.skips)
     batch = AttentionBatch(*caches, *lists)
     right = torch.empty(rows.query.shape, dtype=torch.float64, device=out.device)

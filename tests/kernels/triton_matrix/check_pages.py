@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.records import Choosers, Softmax
-from vllm_pyramid.kernels.triton import functions as triton_ops
-from vllm_pyramid.kernels.triton.topn_launch import workspace_cells
+from tests.kernels.every_kernel import reference, triton_ops
+from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

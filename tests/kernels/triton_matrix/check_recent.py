@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.kernels.arguments import take_softmax
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.records import RecentBatch
-from vllm_pyramid.kernels.triton import functions as triton_ops
+from tests.kernels.every_kernel import reference, triton_ops
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

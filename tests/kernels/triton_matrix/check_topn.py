@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.kernels.arguments import take_softmax
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.records import AttentionBatch, Choosers, Softmax
-from vllm_pyramid.kernels.triton import functions as triton_ops
+from tests.kernels.every_kernel import reference, triton_ops
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

@@ -3,33 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_pyramid.tools.bench import measures, prepare, server_load
+from vllm_pyramid.tools.bench import measures, prepare
 from vllm_pyramid.tools.bench.job import WARM_UP_SEED, Job, Variant, variants_of
 from vllm_pyramid.tools.bench.prepare import Prepared, processor
-from vllm_pyramid.tools.bench.server_load import (
-    Gauges,
-    Server,
-    evictions,
-    flags_of,
-    load,
-    with_slack,
-)
-from vllm_pyramid.tools.bench.shapes import SHAPES
+from vllm_pyramid.tools.bench.shapes import SHAPES, shape_of_config, write_model
 from vllm_pyramid.tools.child_process import ChildError
 from vllm_pyramid.tools.cli import main
 
@@ -60,7 +46,7 @@ pytestmark = pytest.mark.cpu
         (["throughput", "--model", "/nowhere"], "there is no config.json"),
         (["throughput", "--engine-args", "{"], "--engine-args is not valid JSON"),
         (["throughput", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
-        (["pressure", "--pools", "4,0.5"], "--pools '0.5': Input should be greater than or equal"),
+        (["throughput", "--pool-prompts", "4,0.5"], "--pool-prompts '0.5': Input should be"),
         (
             ["throughput", "--pool-prompts", "inf"],
             "--pool-prompts 'inf': Input should be a finite number",
@@ -69,19 +55,9 @@ pytestmark = pytest.mark.cpu
             ["throughput", "--pool-prompts", "nan"],
             "--pool-prompts 'nan': Input should be a finite number",
         ),
-        (["throughput", "--pool-prompts", "4,2"], "at most 1 item after validation, not 2"),
-        (["pressure", "--pools", "nan"], "--pools 'nan': Input should be a finite number"),
-        (["pressure", "--pools", "much"], "--pools 'much': Input should be a valid number"),
-        (["throughput", "--profile"], "give --decode-only too"),
-        (
-            [
-                *("throughput", "--profile", "--decode-only"),
-                *("--engine-args", '{"tensor_parallel_size": 2}'),
-            ],
-            "leave tensor_parallel_size out of --engine-args",
-        ),
+        (["throughput", "--decode-only", "--pool-prompts", "4,2"], "give one number with --decode"),
+        (["throughput", "--pool-prompts", "much"], "'much': Input should be a valid number"),
         (["throughput", "--policies", "none"], "takes part as 'stock'"),
-        (["latency", "--rates", "-1"], "--rates '-1': Input should be greater than 0"),
         (["throughput", "--policies", "pyramidinfer"], "pyramidinfer 12% is out of reach"),
         (
             ["throughput", "--policies", "pyramidinfer", "--budget", "100%", "--prompt-len", "64"],
@@ -100,7 +76,7 @@ pytestmark = pytest.mark.cpu
         ),
         (
             # Of each 16 KiB block 256 bytes more go to what is gathered.
-            ["pressure", "--policies", "full,h2o", "--pools", "4,1"],
+            ["throughput", "--policies", "full,h2o", "--pool-prompts", "4,1"],
             "h2o 12% has 1039 blocks of a layer for requests, of a cache for 1 whole ones without "
             "eviction, and one needs 1056: give the pool more",
         ),
@@ -109,7 +85,6 @@ pytestmark = pytest.mark.cpu
             "--resume and h2o: it adds up",
         ),
         (["scheduler", "--layers", "0"], "--layers '0': Input should be greater than 0"),
-        (["cost", "--model", "llama-3-70b"], "give more --devices"),
     ],
 )
 def test_wrong_arguments(
@@ -120,8 +95,7 @@ def test_wrong_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measures, "Engines", None)  # nothing may start
-    out = [] if arguments[0] == "cost" else ["--out", str(tmp_path)]
-    assert main(["bench", *arguments, *out]) == 2
+    assert main(["bench", *arguments, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -230,7 +204,7 @@ def test_policies_take_turns(
     assert f"on {processor()}." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("measure", [["throughput"], ["capacity"], ["throughput", "--decode-only"]])
+@pytest.mark.parametrize("measure", [["throughput"], ["throughput", "--decode-only"]])
 def test_interrupted(
     measure: list[str],
     tmp_path: Path,
@@ -245,15 +219,15 @@ def test_interrupted(
     assert "nothing of it is kept" in capsys.readouterr().out
 
 
-def test_pressure_goes_from_plenty_to_scarce(fake: type[FakeEngines], tmp_path: Path) -> None:
-    command = ["bench", "pressure", *JOB, "--pools", "4,1.5", "--repetitions", "2"]
+def test_pools_go_from_plenty_to_scarce(fake: type[FakeEngines], tmp_path: Path) -> None:
+    command = ["bench", "throughput", *JOB, "--pool-prompts", "4,1.5", "--repetitions", "2"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     assert [(policy, pool) for policy, _, pool in fake.runs] == [
         (policy, pool) for pool in (4.0, 1.5) for _ in range(2) for policy in ("stock", "pyramidkv")
     ]
-    rows = json.loads((tmp_path / "pressure.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "throughput.json").read_text())["rows"]
     assert [row["pool_prompts"] for row in rows] == [4.0, 4.0, 1.5, 1.5]
-    assert (tmp_path / "pressure.csv").read_text().count("\n") == 5
+    assert (tmp_path / "throughput.csv").read_text().count("\n") == 5
 
 
 def test_variants() -> None:
@@ -375,153 +349,9 @@ def test_an_unknown_type_is_refused(engine_args: dict[str, Any]) -> None:
         SHAPES["small"].served_as(engine_args)
 
 
-def test_flags_of_a_server() -> None:
-    arguments = {"enforce_eager": True, "enable_prefix_caching": False, "seed": 0, "a_b": {"c": 1}}
-    assert flags_of(arguments) == [
-        *("--enforce-eager", "--no-enable-prefix-caching", "--seed", "0", "--a-b", '{"c": 1}')
-    ]
-
-
-def test_what_is_kept_of_a_result_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = {f"p{p}_{m}_ms": float(p) for p in (50, 90, 95, 99) for m in ("ttft", "tpot")}
-    monkeypatch.setattr(server_load, "_vllm_bench_serve", lambda *_: result)
-    prepared: Any = SimpleNamespace(model="model")
-    server: Any = SimpleNamespace(url="http://127.0.0.1:9", has_ended=False)
-    result["output_throughput"] = 10.0
-
-    def made(requests: int, rate: float) -> dict[str, Any]:
-        result["completed"] = requests
-        job = Job(SHAPES["small"], 256, 8, requests, 4.0)
-        return load(server, prepared, Variant("stock", None), job, rate, 0)
-
-    many, few = made(20, 2.0), made(19, float("inf"))
-    assert (many["ttft_p50_ms"], many["tpot_p99_ms"], many["request_rate"]) == (50.0, 99.0, 2.0)
-    assert many["output_tokens_per_s"] == 10.0 and many["pool_prompts"] == 4.0
-    assert few["request_rate"] is None
-    assert few["ttft_p90_ms"] == 90.0 and "ttft_p99_ms" not in few
-
-
-@pytest.mark.parametrize(("pool", "blocks"), [(1.0, 21), (4.0, 4 * 17)])
-def test_a_server_has_room_for_a_text_that_is_a_little_longer(pool: float, blocks: int) -> None:
-    job = Job(SHAPES["small"], 256, 8, 1, pool)
-    # vLLM keeps one block of a layer back, and starts if one of the longest fits into the others.
-    expected = (blocks + 1) * 8 * job.shape.block_bytes
-    full, h2o = Variant("full", None), Variant("h2o", "12%")
-    assert with_slack(job, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": expected}
-    # All servers have the memory that the one with the most beside its blocks needs.
-    most = max(expected, (21 + 1) * 8 * (job.shape.block_bytes + 256))
-    assert with_slack(job, [full, h2o])["kv_cache_memory_bytes"] == most
-    given = replace(job, engine_args={"kv_cache_memory_bytes": 5, "seed": 1})
-    assert with_slack(given, [full]) == {"max_model_len": 328, "kv_cache_memory_bytes": 5}
-
-
-class Metrics(BaseHTTPRequestHandler):
-    """Answers as a server does; `lines` are those that it says next, the last of them for ever."""
-
-    lines: list[str]
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        body = "# TYPE vllm_pyramid:evictions counter\n"
-        body += self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def metrics(*lines: str) -> Iterator[str]:
-    """The address of a server that says these lines, one set after the other."""
-    handler = type("Handler", (Metrics,), {"lines": list(lines)})
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_evictions_of_a_server_are_read_past_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    counted = 'vllm_pyramid:evictions_total{engine="0"} 3.0\n'
-    counted += 'vllm_pyramid:evictions_created{engine="0"} 1.7e+09\n'
-    counted += 'vllm_pyramid:evictions_total{engine="1"} 4.0\n'
-    with metrics(counted) as url:
-        assert evictions(url) == 7
-    with pytest.raises(ChildError, match="does not say what it has evicted"):
-        evictions(url)
-
-
-def _gauges(running: tuple[int, int], blocks: Sequence[int] = ()) -> str:
-    lines = [
-        f'vllm:num_requests_running{{engine="{engine}",model_name="m"}} {count}.0'
-        for engine, count in enumerate(running)
-    ]
-    lines += [
-        f'vllm_pyramid:blocks_held{{engine="0",layer="{layer}"}} {count}.0'
-        for layer, count in enumerate(blocks)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _seen(*lines: str) -> Gauges:
-    """What is seen of a server that has said all of its lines."""
-    with metrics(*lines) as url, Gauges(url, interval=0.01) as seen:
-        end = time.monotonic() + 10
-        while seen.looks < len(lines) and time.monotonic() < end:
-            time.sleep(0.01)
-    assert seen.looks >= len(lines)
-    return seen
-
-
-def test_the_most_that_a_server_was_seen_to_hold() -> None:
-    """Sums over engines and layers, each at its greatest, of what a server says."""
-    seen = _seen(_gauges((0, 1), [7, 5]), _gauges((2, 3), [4, 4]), _gauges((0, 0), [0, 0]))
-    assert seen.largest == {"resident_max": 5, "peak_blocks": 12}
-    stock = _seen(_gauges((0, 3)))
-    assert stock.largest == {"resident_max": 3}
-    idle = _seen(_gauges((0, 0), [0, 0]))
-    assert idle.largest == {}
-
-
-def test_a_server_that_does_not_answer_is_not_seen() -> None:
-    with metrics(_gauges((1, 1), [3])) as url:
-        pass
-    with Gauges(url, interval=0.01) as seen:
-        time.sleep(0.1)
-    assert (seen.largest, seen.looks) == ({}, 0)
-
-
-def test_the_log_of_a_server_that_ends_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "server.py"
-    monkeypatch.setattr(server_load, "VLLM", [sys.executable, str(program)])
-
-    def complain(*_: Any) -> None:
-        raise ChildError("the client complains")
-
-    monkeypatch.setattr(server_load, "_vllm_bench_serve", complain)
-    prepared: Any = SimpleNamespace(model="model")
-    job, stock = Job(SHAPES["small"], 64, 8, 1, 1.0), Variant("stock", None)
-    program.write_text("import time; time.sleep(60)")
-    with (
-        Server("model", [], "full", {}) as server,
-        pytest.raises(ChildError, match=r"^the client complains$"),
-    ):
-        load(server, prepared, stock, job, 1.0, 0)
-    program.write_text("print('the cause'); exit(3)")
-    with Server("model", [], "full", {}) as server:
-        with pytest.raises(ChildError, match=r"'full' failed(?s:.*)status 3(?s:.*)the cause"):
-            server.wait_until_ready()
-        with pytest.raises(ChildError, match=r"^the client complains(?s:.*)the cause"):
-            load(server, prepared, stock, job, 1.0, 0)
-
-
-def test_cost_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "cost", "--prompt-lens", "8192", "--budget", "12%", "--markdown"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[3].startswith("| 8,192 | 12% |")
+def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
+    write_model(SHAPES["small"], tmp_path)
+    assert shape_of_config(str(tmp_path)) == SHAPES["small"]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.plumbing.browser import browser, complaints, take_picture
+from tests.tools.show.pages import read_page
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.demo.run import build_prompt
-from vllm_pyramid.tools.show.page import read_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tools.show.pages import read_page
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.show.engine import Shown
-from vllm_pyramid.tools.show.page import page, read_page
+from vllm_pyramid.tools.show.page import page
 from vllm_pyramid.tools.show.pieces import pieces
 
 pytestmark = pytest.mark.cpu

@@ -22,22 +22,16 @@ from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import (
     PyrAttention,
     PyrCacheWrite,
-    PyrKeyMass,
     PyrShared,
-    PyrTopn,
     packer,
 )
 from vllm_pyramid.kernels.gather_tokens import check_head_tables
-from vllm_pyramid.kernels.records import FP8_DTYPES, MASS_KINDS, AttentionBatch, Choosers, Softmax
-from vllm_pyramid.kernels.reference_mass import check_mass
-from vllm_pyramid.kernels.reference_topn import check_value_rows
+from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
 from vllm_pyramid.kernels.shared_contract import FEWEST_KEYS
 
 INT32_MAX = 2**31 - 1
 
 _pack_attention = packer(PyrAttention)
-_pack_key_mass = packer(PyrKeyMass)
-_pack_topn = packer(PyrTopn)
 _pack_shared = packer(PyrShared)
 _pack_cache_write = packer(PyrCacheWrite)
 
@@ -115,7 +109,7 @@ def paged_attention(
         heads = batch.key_cache.shape[1]
         check_head_tables(batch.block_table, heads, softmax.sliding_window)
         strides = head_table_strides(batch.block_table, batch.seq_lens.shape[0])
-    record = _attention(out, batch, batch.value_cache, softmax, log_sum_exp, strides)
+    record = attention_record(out, batch, batch.value_cache, softmax, log_sum_exp, strides)
     run("paged_attention", record)
 
 
@@ -136,61 +130,11 @@ def shared_attention(
     if batch.block_table.dim() == 3:  # chosen pages, which no group shares
         paged_attention(out, batch, softmax, log_sum_exp=log_sum_exp)
         return
-    attention = _attention(out, batch, batch.value_cache, softmax, log_sum_exp)
+    attention = attention_record(out, batch, batch.value_cache, softmax, log_sum_exp)
     run("shared_attention", _pack_shared(attention, fewest_keys))
 
 
-def add_key_mass(
-    mass: torch.Tensor,
-    batch: AttentionBatch,
-    softmax: Softmax,
-    *,
-    kind: str = "sum",
-    first_queries: torch.Tensor | None = None,
-    log_sum_exp: torch.Tensor | None = None,
-) -> None:
-    """Add the mass with one thread for each request and KV head.
-
-    Queries are added one after the other, so the way in which a prompt is cut into chunks of more
-    than one query does not change the bits, given the same log-sum-exp (which attention may compute
-    with other bits for other chunks).
-    """
-    check_mass(mass, batch.key_cache, kind)
-    first = 0
-    if first_queries is not None:
-        first = vector_address("first_queries", first_queries, batch.seq_lens.shape[0])
-    # C++ uses neither the output nor V here: K stands in for V, which may be in another memory.
-    attention = _attention(batch.query, batch, batch.key_cache, softmax, log_sum_exp)
-    own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
-    run("key_mass", _pack_key_mass(attention, *own))
-
-
-def topn_attention(
-    out: torch.Tensor,
-    batch: AttentionBatch,
-    softmax: Softmax,
-    top_ns: torch.Tensor,
-    *,
-    renormalize: bool = False,
-    value_rows: torch.Tensor | None = None,
-    choosers: Choosers | None = None,
-) -> None:
-    """Attend with one thread for each request that chooses and KV head; `choosers` is not used.
-
-    Requests that use all their keys get the bits of `paged_attention`.
-    """
-    del choosers
-    attention = _attention(out, batch, batch.value_cache, softmax, None)
-    requests = batch.seq_lens.shape[0]
-    rows_address = 0
-    if value_rows is not None:
-        check_value_rows(value_rows, requests)
-        rows_address = value_rows.data_ptr()
-    top_n_address = vector_address("top_ns", top_ns, requests)
-    run("topn_attention", _pack_topn(attention, top_n_address, rows_address, renormalize))
-
-
-def _attention(
+def attention_record(
     out: torch.Tensor,
     batch: AttentionBatch,
     value_cache: torch.Tensor,

@@ -11,7 +11,7 @@ import math
 import torch
 
 from vllm_pyramid.kernels.gather_tokens import check_one_scale
-from vllm_pyramid.kernels.reference_mass import check_lse
+from vllm_pyramid.kernels.log_sum_exp import check_lse
 
 MAX_HEAD_SIZE = 512  # kMaxHeadSize of csrc/cpu/kernels.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

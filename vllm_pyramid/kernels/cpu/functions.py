@@ -13,42 +13,35 @@ from __future__ import annotations
 
 from vllm_pyramid.kernels.cpu import library as cpu_library
 from vllm_pyramid.kernels.cpu.attention import (
-    add_key_mass,
     paged_attention,
     reshape_and_cache,
     shared_attention,
-    topn_attention,
 )
 from vllm_pyramid.kernels.cpu.eviction import (
     compact,
-    recent_mass,
     select,
     window_scores,
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
-from vllm_pyramid.kernels.cpu.pages import score_pages, select_pages, summarise_pages
-from vllm_pyramid.kernels.reference import copy_pages, write_rows  # not used on the CPU
+from vllm_pyramid.kernels.of_methods import of_back_end
+from vllm_pyramid.kernels.reference import write_rows  # not used on the CPU
 
 __all__ = [
-    "add_key_mass",
     "available",
     "compact",
-    "copy_pages",
     "current_isa",
     "load_error",
+    "of_method",
     "paged_attention",
-    "recent_mass",
     "reshape_and_cache",
-    "score_pages",
     "select",
-    "select_pages",
     "set_isa",
     "shared_attention",
-    "summarise_pages",
-    "topn_attention",
     "window_scores",
     "write_rows",
 ]
+
+of_method = of_back_end("cpu")
 
 
 def load_error() -> str:

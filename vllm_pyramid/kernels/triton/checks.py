@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from vllm_pyramid.kernels.gather_tokens import check_scales
+from vllm_pyramid.kernels.log_sum_exp import check_lse
 from vllm_pyramid.kernels.records import FP8_DTYPES
-from vllm_pyramid.kernels.reference_mass import check_lse
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
 # Dtypes of keys that have a scale for each token and KV head.

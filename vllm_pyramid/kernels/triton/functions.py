@@ -12,50 +12,38 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.kernels.reference_mass import check_some_requests
+from vllm_pyramid.kernels.log_sum_exp import check_some_requests
+from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
-from vllm_pyramid.kernels.triton.key_mass_launch import add_key_mass
 from vllm_pyramid.kernels.triton.move import (
     compact_kernel,
-    copy_pages_kernel,
     reshape_and_cache_kernel,
     write_rows_kernel,
 )
-from vllm_pyramid.kernels.triton.page_selection_launch import (
-    score_pages,
-    select_pages,
-    summarise_pages,
-)
-from vllm_pyramid.kernels.triton.recent_mass_launch import recent_mass
 from vllm_pyramid.kernels.triton.select import select_kernel
 from vllm_pyramid.kernels.triton.tables import effective_lens, shift_block_tables_
 from vllm_pyramid.kernels.triton.tiles import Workspace
-from vllm_pyramid.kernels.triton.topn_launch import topn_attention
 from vllm_pyramid.kernels.triton.window_scores_launch import (
     window_scores,
 )
 
 __all__ = [
     "Workspace",
-    "add_key_mass",
     "compact",
-    "copy_pages",
     "effective_lens",
+    "of_method",
     "paged_attention",
-    "recent_mass",
     "reshape_and_cache",
-    "score_pages",
     "select",
-    "select_pages",
     "shared_attention",
     "shift_block_tables_",
-    "summarise_pages",
-    "topn_attention",
     "window_scores",
     "write_rows",
 ]
+
+of_method = of_back_end("triton")
 
 # Bits of the mantissa, bias of the exponent, and the largest number as the bits of a float32.
 FP8_BITS = {
@@ -143,36 +131,6 @@ def write_rows(
         BLOCK_SIZE=block_size,
         BLOCK=block,
         **bits,
-        num_warps=4,
-    )
-
-
-def copy_pages(
-    target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
-) -> None:
-    """Copy in 4-byte words, with one program for each place and piece of its page."""
-    check_table(block_table, 1)
-    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
-        raise ValueError(
-            f"pages {list(target.shape[1:])} of {target.dtype} and {list(source.shape[1:])} of "
-            f"{source.dtype} are not alike"
-        )
-    for name, pages in (("target", target), ("source", source)):
-        if not pages.is_contiguous() or pages[0].nbytes % 4:
-            raise ValueError(f"{name} must be dense, with pages of whole words of 4 bytes")
-    if places.dtype != torch.int32 or places.shape[1:] != (3,) or not places.is_contiguous():
-        raise ValueError(f"places must be int32 [C, 3], got {places.dtype} {list(places.shape)}")
-    if places.shape[0] == 0:
-        return
-    words, block = target[0].nbytes // 4, 1024
-    copy_pages_kernel[(places.shape[0], triton.cdiv(words, block))](
-        target.view(torch.int32),
-        source.view(torch.int32),
-        block_table,
-        places,
-        words,
-        block_table.stride(0),
-        BLOCK=block,
         num_warps=4,
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that write and move rows of the cache, and copy pages between memories."""
+"""Triton kernels that write and move rows of the cache."""
 
 from __future__ import annotations
 
@@ -195,23 +195,3 @@ def write_rows_kernel(
     place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
     rows += token * stride_in_token + g * stride_in_head + d
     write_elements(rows, cache + place + g * stride_head + d, scale, mask, MANTISSA, BIAS, MOST)
-
-
-@triton.jit(do_not_specialize_on_alignment=["block_table", "places"])
-def copy_pages_kernel(
-    target,
-    source,
-    block_table,
-    places,
-    page_words,
-    stride_table,
-    BLOCK: tl.constexpr,
-):
-    """Copy `BLOCK` words of one page. Grid: place, piece of the page."""
-    place = places + 3 * tl.program_id(0)
-    entry = tl.load(place + 1).to(tl.int64) * stride_table + tl.load(place + 2)
-    to = tl.load(place).to(tl.int64) * page_words
-    start = tl.load(block_table + entry).to(tl.int64) * page_words
-    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = words < page_words
-    tl.store(target + to + words, tl.load(source + start + words, mask=mask), mask=mask)

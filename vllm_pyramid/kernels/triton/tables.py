@@ -156,27 +156,6 @@ def effective_lens(
     )
 
 
-def shift_block_tables_reference_(
-    tables: torch.Tensor, skips: torch.Tensor, block_size: int, num_columns: int
-) -> None:
-    """Shift as `shift_block_tables_`, in PyTorch."""
-    for layer, row in (skips // block_size).nonzero().tolist():
-        shift = int(skips[layer, row]) // block_size
-        entries = tables[layer, row, :num_columns]
-        moved = entries[shift:].clone()
-        entries.zero_()
-        entries[: moved.shape[0]] = moved
-
-
-def effective_lens_reference(
-    dst: torch.Tensor, seq_lens: torch.Tensor, skips: torch.Tensor, block_size: int = 1
-) -> None:
-    """Write as `effective_lens`, in PyTorch."""
-    num_rows = skips.shape[-1]
-    aligned = skips // block_size * block_size
-    dst[..., :num_rows] = (seq_lens[:num_rows] - aligned).clamp_min(0)
-
-
 def _check_rows(name: str, tensor: torch.Tensor, skips: torch.Tensor, dims: int) -> None:
     row_dim = skips.dim() - 1
     if skips.dim() not in (1, 2) or tensor.dim() != dims:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import triton
 
+from vllm_pyramid.kernels.log_sum_exp import check_lse, check_some_requests
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
-from vllm_pyramid.kernels.reference_mass import check_lse, check_some_requests
 from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table
 from vllm_pyramid.kernels.triton.tiles import score_config
 from vllm_pyramid.kernels.triton.window_scores import (

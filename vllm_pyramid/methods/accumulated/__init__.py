@@ -42,9 +42,8 @@ class AccumulatingScorer(Scorer):
     """Base of the scorers whose evidence is gathered in every step, prefill and generation alike.
 
     Class attributes:
-        mass_kind: what is added up by the kernel: `kind` of `kernels/reference_mass.py:
-            add_key_mass`;
-            None: what `observe` returns.
+        mass_kind: what is added up: `kind` of the kernel `add_key_mass`; None: what `observe`
+            returns.
         sign: 1 where the greatest sums are kept, -1 where the smallest are.
         starts_over: an eviction sets the sums to zero instead of moving them with their keys.
     """

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_pyramid.methods.accumulated.kernels import mass_ops
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.eviction_batch import EvictionBatch, check_scores
 from vllm_pyramid.step.hooks import (
@@ -136,7 +137,7 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             requests = first_queries.shape[0]
             first_queries = inputs.seq_lens.new_zeros(inputs.seq_lens.shape[0])
             first_queries[:requests] = self._uploaded - inputs.offsets[:requests]
-        inputs.ops.add_key_mass(
+        mass_ops(inputs.ops).add_key_mass(
             self.pages,
             inputs.batch,
             inputs.softmax,

@@ -54,7 +54,7 @@ class SolvedHeads(HeadLengths):
         sets_total: the total follows from the prompt, too; the budget is then an upper limit.
     """
 
-    solves: ClassVar[bool] = True
+    defers: ClassVar[bool] = True
     sets_total: ClassVar[bool] = False
 
     def safe(self, mean: int) -> int:
@@ -179,6 +179,6 @@ class AdaptiveHeads(SolvedHeads):
 
     def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
         """Return each head's part of the joint choice."""
-        from vllm_pyramid.kernels.solve import joint_lengths
+        from vllm_pyramid.methods.adaptive_heads.lengths import joint_lengths
 
         return joint_lengths(scores, plan.mean * len(scores), safe=plan.safe, sinks=sinks)

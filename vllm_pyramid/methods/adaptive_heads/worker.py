@@ -61,7 +61,7 @@ class HeadSolver(CacheHooks, EvictionHooks):
         """Return what the policy's heads measure of one head."""
         return self.heads.evidence(scores, self.policy.sinks)
 
-    def solve(
+    def decide(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
     ) -> list[npt.NDArray[np.int64] | Exception]:
         found = []

@@ -12,8 +12,8 @@ decided as without it.
 
 - **Answers.** With `top_n` at least the context the output is that of `full`, bit for bit. The
   paper's weights do not sum to 1, which makes a layer's output too small where attention is wide:
-  docs/quality.md#v-in-host-memory. Use `{"renormalize": false}` for models with learned sinks,
-  whose share of the softmax is meant to be missing.
+  lab/results/quality.md#v-in-host-memory. Use `{"renormalize": false}` for models with learned
+  sinks, whose share of the softmax is meant to be missing.
 - **Device memory.** A block without V has twice the tokens, so that all blocks have one size. Of m
   layers, L of them on the device, a request takes (m + L) / 2m of the blocks of `full`.
 - **Host memory.** `--kv-swap-space GiB` is the most that each worker takes; by default it is as

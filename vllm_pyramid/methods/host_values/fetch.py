@@ -26,7 +26,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.kernels.contract import Ops
-from vllm_pyramid.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import value_ops
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
 from vllm_pyramid.methods.host_values.reads import Numbers, ReadLayout, StepRows
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import CopyStream, WorkerContext
@@ -42,7 +43,7 @@ class FetchedValues:
 
     Args:
         context: of the worker. first_layer: the lowest one whose V is on the host.
-        renormalize: of `Ops.topn_attention`.
+        renormalize: of `topn_attention`.
     """
 
     def __init__(self, context: WorkerContext, first_layer: int, renormalize: bool) -> None:
@@ -171,7 +172,7 @@ class FetchedValues:
                 ops.paged_attention(out, rows.of(call), call.softmax)
                 continue
             assert rows.top_ns is not None
-            ops.topn_attention(
+            value_ops(ops).topn_attention(
                 out,
                 rows.of(call),
                 call.softmax,
@@ -202,7 +203,11 @@ class FetchedValues:
         if places is not None:
             cache = self._caches[layer]
             self._last = self._there[place] = self._copies.launch(
-                ops.copy_pages, self._buffer(place, cache), cache, self._table(layer), places
+                value_ops(ops).copy_pages,
+                self._buffer(place, cache),
+                cache,
+                self._table(layer),
+                places,
             )
         self._held[place] = (layer, index)
         return place
@@ -311,7 +316,7 @@ class FetchedValues:
         ):
             ops.write_rows(new, target, none, scale=scale)
         zeros = torch.zeros(1, 3, dtype=torch.int32, device=device)
-        ops.copy_pages(self._buffer(0, cache), cache, batch.block_table, zeros)
+        value_ops(ops).copy_pages(self._buffer(0, cache), cache, batch.block_table, zeros)
         table = self._columns[None]
         one = torch.ones(1, dtype=torch.int32, device=device)
         for most in (1, 2):  # with two there are kernels of prompts, too
@@ -320,6 +325,6 @@ class FetchedValues:
             apart = replace(own, value_cache=values, value_table=table)
             ops.paged_attention(out, apart, call.softmax)
             choosers = Choosers(zeros[:, :2].contiguous(), 1, workspace=self._workspace)
-            ops.topn_attention(
+            value_ops(ops).topn_attention(
                 out, own, call.softmax, one, renormalize=self.renormalize, choosers=choosers
             )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 
 Numbers = npt.NDArray[np.int64]
@@ -23,7 +23,7 @@ class StepRows:
     Attributes:
         most_queries, most_visible: of one of them.
         table: `[rows, S]` int32, their blocks in the buffer; None where V is read on the host.
-        places: of `Ops.copy_pages`, the pages to fetch. slots: `[tokens]` int64 in the buffer.
+        places: of `copy_pages`, the pages to fetch. slots: `[tokens]` int64 in the buffer.
         tokens: of the step, that are theirs.
         top_ns: `[rows]` int32. choosers: of those that choose, or None.
     """

@@ -18,7 +18,7 @@ class StepTraffic(NamedTuple):
     Attributes:
         request_ids: R names.
         written: bytes of V of new tokens, written to host memory.
-        read: bytes of the rows of V that the step's queries needed (`ops.topn_attention`).
+        read: bytes of the rows of V that the step's queries needed (`topn_attention`).
         decoded: tokens of the step that come behind the prompt: they choose their keys.
     """
 

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.methods.host_values.fetch import FetchedValues
+from vllm_pyramid.methods.host_values.kernels import value_ops
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory, gib
 from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
@@ -143,7 +144,7 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         """Attend to the best keys, in layers whose V is on the host."""
         if self.values.on_device(inputs.layer) or self._step is None:
             return False
-        inputs.ops.topn_attention(
+        value_ops(inputs.ops).topn_attention(
             out,
             inputs.batch,
             inputs.softmax,

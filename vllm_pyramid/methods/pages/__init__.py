@@ -30,6 +30,7 @@ from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.allocator import Allocator, CurveAllocator
 from vllm_pyramid.policy.attend import ALL_PAGES, ATTEND_KEY, Attend
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
+from vllm_pyramid.policy.component import BlockExtras
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.page_scorer import PageScorer
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import SchedulerHooks, WorkerContext, WorkerHooks
+    from vllm_pyramid.step.hooks import LayerSpec, SchedulerHooks, WorkerContext, WorkerHooks
 
 __all__ = ["BoxScorer", "RepresentativeScorer", "SelectPages", "SpreadScorer"]
 
@@ -91,10 +92,6 @@ class SelectPages(Attend):
     def min_budget(self) -> int:
         """The smallest budget in tokens: sinks, recent tokens and one to choose."""
         return self.sinks + self.recent + 1
-
-    @property
-    def summary_rows(self) -> int:
-        return self.scorer.summary_rows
 
     def sink_pages(self, block_size: int) -> int:
         """Return how many first pages are always read."""
@@ -154,7 +151,7 @@ class SelectPages(Attend):
                 "gathers scores or evicts in every step, and a key that is not read gets no "
                 "score: choose a policy that evicts at the prompt's end"
             )
-        elif policy.allocator.thins_prompts or policy.allocator.solves:
+        elif policy.allocator.thins_prompts or policy.allocator.defers:
             reason = (
                 f"has the allocator {policy.allocator.kind!r}, with which selecting was not tried: "
                 "choose uniform or arithmetic"
@@ -216,6 +213,13 @@ class SelectPages(Attend):
             return self
         self.check_own_budget(budget)
         return self.model_copy(update={"budget": budget})
+
+    def block_extras(self, layer: LayerSpec) -> BlockExtras:
+        """Return the size of a summary; numbers of one byte are summarised in two."""
+        number = max(layer.dtype.itemsize, 2)
+        num_bytes = self.scorer.summary_rows * layer.num_kv_heads * layer.head_size * number
+        made_by = self.model_dump(mode="json", include={"scorer", "dense_layers"})
+        return BlockExtras(num_bytes, made_by)
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.pages.worker import PageSelector

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 from vllm_pyramid.methods.pages.step_rows import FullPages, IntArray, RowsOfStep, StepReadsPlan
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.step import Step

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.methods.pages.choosing import TILE, padded
+from vllm_pyramid.methods.pages.kernels import page_ops
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.pages import SelectPages
@@ -44,7 +45,8 @@ def compile_kernels(
         max_pages=most + 1,
         key_scale=inputs.key_scale,
     )
-    scores = ops.score_pages(
+    own = page_ops(ops)
+    scores = own.score_pages(
         rows,
         inputs.softmax,
         summaries.multiplied(),
@@ -52,7 +54,7 @@ def compile_kernels(
         combine=selection.combine,
         out=torch.empty(1, heads, most, device=device),
     )
-    chosen = ops.select_pages(
+    chosen = own.select_pages(
         rows,
         scores,
         one * most,
@@ -63,7 +65,7 @@ def compile_kernels(
     out = torch.empty_like(inputs.query[:1])
     for queries in (1, 2):  # with two there are kernels of prompts, too
         for longest in (batch.max_seq_len, most * size):
-            own = replace(
+            read = replace(
                 batch,
                 query=inputs.query[:1],
                 block_table=chosen.block_table,
@@ -72,4 +74,4 @@ def compile_kernels(
                 max_query_len=queries,
                 max_seq_len=longest,
             )
-            ops.paged_attention(out, own, inputs.softmax)
+            ops.paged_attention(out, read, inputs.softmax)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
 from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, padded
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_pyramid.methods.pages.kernels import page_ops
 from vllm_pyramid.methods.pages.trial import check_result
 
 if TYPE_CHECKING:
@@ -37,11 +38,6 @@ class Summaries:
         # A cache of 8 bits has numbers that bfloat16 holds exactly.
         self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self.rows = torch.empty(0)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block's summary."""
-        return self._shape[0] * self._shape[1] * self._dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> None:
         """Replace the summaries by zeros for `num_blocks` blocks."""
@@ -143,7 +139,7 @@ class Summaries:
             max_pages: of a request.
         """
         assert self._scorer.summary_kind is not None, "the scorer has a kernel"
-        inputs.ops.summarise_pages(
+        page_ops(inputs.ops).summarise_pages(
             self.rows,
             inputs.key_cache,
             table,

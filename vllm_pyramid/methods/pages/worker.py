@@ -15,6 +15,7 @@ import torch
 from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling, parts_of
 from vllm_pyramid.methods.pages.compiled import compile_kernels
 from vllm_pyramid.methods.pages.decode_rows import DecodeRows
+from vllm_pyramid.methods.pages.kernels import page_ops
 from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.step_rows import Bounds, StepReadsPlan
@@ -38,8 +39,8 @@ from vllm_pyramid.step.hooks import (
 from vllm_pyramid.step.step import Step, WorkerRequest
 
 if TYPE_CHECKING:
-    from vllm_pyramid.kernels.page_records import PageBatch, PageSelection
     from vllm_pyramid.methods.pages import SelectPages
+    from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
     from vllm_pyramid.plan import IntArray
     from vllm_pyramid.policy.policy import Policy
 
@@ -88,7 +89,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     # Memory ---------------------------------------------------------------------------------------
 
     def bytes_per_block(self) -> int:
-        return self.summaries.bytes_per_block
+        return self.selection.block_extras(self.context.specs[0]).num_bytes
 
     def bytes_of_buffers(self) -> int:
         config = self.context.config
@@ -125,7 +126,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self.summaries.copy(sources, targets)
 
-    def summaries_of_blocks(self) -> torch.Tensor:
+    def block_extras(self) -> torch.Tensor:
         return self.summaries.rows
 
     # Every step -----------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def _score(self, inputs: AttentionInputs, pages: PageBatch, out: torch.Tensor) -> torch.Tensor:
         """Return the scores of the pages that rows see."""
-        return inputs.ops.score_pages(
+        return page_ops(inputs.ops).score_pages(
             pages,
             inputs.softmax,
             self.summaries.multiplied(),
@@ -242,7 +243,9 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     ) -> None:
         """Write the lists of the pages that rows read."""
         sinks, recent = self._bounds.sinks, self._bounds.recent
-        inputs.ops.select_pages(pages, scores, budgets, sinks=sinks, recent=recent, out=out)
+        page_ops(inputs.ops).select_pages(
+            pages, scores, budgets, sinks=sinks, recent=recent, out=out
+        )
 
     def _select(
         self, inputs: AttentionInputs, step: Step, plan: StepReadsPlan, choosing: Choosing

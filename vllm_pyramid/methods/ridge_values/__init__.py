@@ -61,7 +61,7 @@ class RidgeValues(Values):
                 f"its scorer {policy.scorer.kind!r} has no observation window, whose outputs are "
                 "to come back"
             )
-        elif policy.allocator.solves:
+        elif policy.allocator.defers:
             reason = (
                 f"its allocator {policy.allocator.kind!r} solves the lengths with the last layer, "
                 "when the queries of the others are gone"

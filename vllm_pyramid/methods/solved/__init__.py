@@ -31,8 +31,7 @@ many such tokens the prompt has. Torch is only imported where a worker calls the
   the first is shortened. Not with evictions inside the prompt.
 
 Calibrated lengths are known beforehand. This averages each layer's share over your prompts and
-writes a preset with the allocator `shares`, for models with as many layers; `--picture` shows how
-far prompts differ:
+writes a preset with the allocator `shares`, for models with as many layers:
 
     vllm-pyramid calibrate --model MODEL --prompts FILE.jsonl --kv-budget 512 -o budgets.yaml
 """
@@ -54,6 +53,7 @@ from vllm_pyramid.policy.allocator import (
     point_of_tokens,
     round_to_sum,
 )
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class SolvingAllocator(Allocator):
     sample_first: int | None = Field(default=None, ge=1)
     sample_share: float | None = Field(default=None, gt=0.0, lt=1.0)
 
-    solves: ClassVar[bool] = True
+    defers: ClassVar[bool] = True
     sees_tokens: ClassVar[bool] = False
 
     @model_validator(mode="after")
@@ -100,6 +100,19 @@ class SolvingAllocator(Allocator):
     def sets_total(self) -> bool:
         """Return whether the total follows from the prompt, too; the budget is then a limit."""
         return False
+
+    @property
+    def unsupported(self) -> Unsupported:
+        why = "its lengths are solved from the scores of a whole prompt"
+        return {
+            Feature.KV_TURNS: why,
+            Feature.KV_KEEP: f"{why}, so what the smallest layer keeps is not known before",
+            Feature.PIPELINE: (
+                "the solver needs the scores of all layers, and a stage has its own",
+                "run `vllm-pyramid calibrate` without the flag and serve the policy that it "
+                "writes, or choose pyramidkv",
+            ),
+        }
 
     def check(self, policy: Policy) -> None:
         if not policy.scorer.attention_mass:
@@ -218,14 +231,14 @@ class GlobalAllocator(SolvingAllocator):
         return self.retention is not None
 
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
-        from vllm_pyramid.kernels.solve import sum_of_heads
+        from vllm_pyramid.methods.solved.lengths import sum_of_heads
 
         return sum_of_heads(scores)
 
     def measures(
         self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
     ) -> torch.Tensor:
-        from vllm_pyramid.kernels.solve import best_lengths, least_lengths
+        from vllm_pyramid.methods.solved.lengths import best_lengths, least_lengths
 
         layers = evidence.shape[0]
         if self.retention is None:
@@ -274,6 +287,6 @@ class NeededTokensAllocator(SharingAllocator):
     floor: float = Field(default=0.25, ge=0.0, le=1.0)
 
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
-        from vllm_pyramid.kernels.solve import minimum_budgets, sum_of_heads
+        from vllm_pyramid.methods.solved.lengths import minimum_budgets, sum_of_heads
 
         return sum_of_heads(minimum_budgets(scores.clamp(min=0.0), self.mass).double())

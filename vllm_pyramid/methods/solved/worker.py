@@ -61,7 +61,7 @@ class LayerSolver(CacheHooks, EvictionHooks):
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         return self.solver.evidence(scores)
 
-    def solve(
+    def decide(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
     ) -> list[npt.NDArray[np.int64] | Exception]:
         evidence = self.ranks.all_reduce(evidence)

@@ -23,17 +23,15 @@ window slide on.
 
 The mask is measured once for a model:
 
-    vllm-pyramid calibrate --heads --model MODEL -o heads --share 0.5 --prompts FILE.jsonl
+    vllm-pyramid calibrate --heads --model MODEL -o heads --share 0.5
     vllm serve MODEL --kv-policy duoattention --kv-policy-args '{"mask": "heads", "share": 0.5}'
 
 `calibrate` loads the model in Transformers and repeats random tokens four times. A KV head's score
 is the share of its attention that falls on earlier copies of a token (echo) or on what followed
-them (induction), whichever is larger. `--probe mean` looks at your prompts instead, as kvpress
-does: how far back the mean query of a prompt looks. The command then tries the mask next to random
-ones of as many heads. It prints how much of a repeated text the model can still copy and, with
-`--prompts` of 640 tokens or more, how far the answers diverge. `--mask` tries published scores:
-DuoAttention's folder, or the `.json` file of HeadKV (arXiv:2410.19258). The probe refuses sliding
-windows, capped logits, learned sinks and latent attention.
+them (induction), whichever is larger. The probe refuses sliding windows, capped logits, learned
+sinks and latent attention. `mask` also takes published scores: DuoAttention's folder, or the
+`.json` file of HeadKV (arXiv:2410.19258). In a checkout `python -m lab.heads` tries a mask next to
+random ones of as many heads, and has kvpress's probe over texts.
 
 - **Memory.** Each KV head has a block table of its own. A block has as many bytes as one of all
   heads: 16 tokens of 8 heads are 128 tokens of one. A streaming head's tokens are rounded up to
@@ -45,7 +43,7 @@ windows, capped logits, learned sinks and latent attention.
   probe takes the larger of both scores.
 - **Limits**: docs/limits.md#of-this-version. With tensor-parallel ranks fewer heads stream:
   docs/parallel.md#lengths-of-single-heads.
-- **Measured**: lab/results/single-heads.md, and decode rates in docs/benchmarks.md.
+- **Measured**: lab/results/single-heads.md, and decode rates in lab/results/benchmarks.md.
 """
 
 from __future__ import annotations

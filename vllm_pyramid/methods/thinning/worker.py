@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.compat.thin_forward import thin_between_layers
-from vllm_pyramid.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import recent_ops
+from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plan import IntArray, Piece
 from vllm_pyramid.step.attention_inputs import AttentionInputs
@@ -123,7 +124,9 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
             key_scale=inputs.key_scale,
             key_scales=inputs.key_scales,
         )
-        mass = inputs.ops.recent_mass(recent, inputs.softmax, distance_weight=self.distance_weight)
+        mass = recent_ops(inputs.ops).recent_mass(
+            recent, inputs.softmax, distance_weight=self.distance_weight
+        )
         scores = mass.sum(dim=1, keepdim=True)
         inputs.ops.select(scores, one, one, window=0, max_keep=1)
 
@@ -189,12 +192,13 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
     def end_step(self, step: Step) -> None:
         """Report what the prompts that end have given up, piece by piece."""
         self._step = None
-        if step.evictions is None:
+        evictions = step.evictions
+        if evictions is None:
             return
-        for index, row in enumerate(step.evictions.rows.tolist()):
-            if step.evictions.eviction_numbers[index] == 1 and step.evictions.plans[index].thinned:
+        for index, row in enumerate(evictions.rows.tolist()):
+            if evictions.eviction_numbers[index] == 1 and evictions.plans[index].in_pieces:
                 request = step.requests[row]
-                step.evictions.tokens_done[index] = _of(request).given
+                evictions.tokens_done[index] = _of(request).given
                 if self.trace is not None:
                     self.trace.place(request.request_id, _of(request).positions.layers())
 
@@ -219,7 +223,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
             key_scale=inputs.key_scale,
             key_scales=inputs.key_scales,
         )
-        mass = inputs.ops.recent_mass(
+        mass = recent_ops(inputs.ops).recent_mass(
             recent,
             inputs.softmax,
             distance_weight=self.distance_weight,

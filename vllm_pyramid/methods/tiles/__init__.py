@@ -3,7 +3,7 @@
 
     a chunk of the prompt   ends where a tile does, so that each tile is computed in one step
     a tile of 128 queries   estimates what each tile of keys before it is worth to a KV head's
-                            queries, and attends to the best (`kernels/tiles.py`)
+                            queries, and attends to the best (`attention.py`)
     the lowest layers, and the prompt's last tiles, attend to everything; so does the answer
 
 It saves time before the first token of long prompts. K and V of the layers above are approximate,
@@ -105,7 +105,7 @@ class AntidiagonalTiles(Prefill):
                 f"shortens prompts between layers (allocator {policy.allocator.kind!r}), by "
                 "attention that skipped tiles do not give: choose another allocator"
             )
-        elif policy.allocator.solves:
+        elif policy.allocator.defers:
             reason = (
                 f"has the allocator {policy.allocator.kind!r}, with which it was not tried: choose "
                 "uniform or arithmetic"

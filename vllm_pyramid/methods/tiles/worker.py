@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_pyramid.kernels.tiles import attend_tiles, choose_tiles
+from vllm_pyramid.methods.tiles.attention import attend_tiles, choose_tiles
 from vllm_pyramid.methods.tiles.reads import NAME, StepTiles
 from vllm_pyramid.plan.tiles import TILE
 from vllm_pyramid.step.attention_inputs import AttentionInputs

@@ -76,11 +76,12 @@ class CacheHooks(WorkerHooks):
                 sources are read before a target is written.
         """
 
-    def summaries_of_blocks(self) -> torch.Tensor | None:
-        """Return the pool that follows blocks to the host cache and back; None: none does.
+    def block_extras(self) -> torch.Tensor | None:
+        """Return the pool that goes with its blocks to the host cache and back; None: none does.
 
         Returns:
-            `[P, ...]`, of `LayerKVCacheSpec.summary_bytes` for each block; of any shape before
-            `allocate`. A method with a pool that stays behind is refused next to a host cache.
+            `[P, ...]`, of as many bytes for each block as the part says (`Component.block_extras`);
+            of any shape before `allocate`. A method with a pool that stays behind is refused next
+            to a host cache.
         """
         return None

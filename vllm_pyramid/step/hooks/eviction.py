@@ -25,9 +25,9 @@ class EvictionHooks(WorkerHooks):
         score -> (select) -> before_compact -> (compact) -> after_compact   a batch of requests
         after_eviction                                                      all of a step's
 
-    Where the lengths of a plan are solved from the scores of all layers (a `DeferredPlan`), the
+    Where the lengths of a plan are decided from the scores of all layers (a `DeferredPlan`), the
     worker scores each layer when it has attended, keeps scores and `evidence` until the last layer
-    has attended, calls `solve`, and then selects and compacts all layers. With `together` it does
+    has attended, calls `decide`, and then selects and compacts all layers. With `together` it does
     so for as many layers at a time. KV heads with block tables of their own are layers here.
 
     Attributes:
@@ -69,14 +69,14 @@ class EvictionHooks(WorkerHooks):
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what a layer says about the lengths: `[S, ...]`, from this rank's KV heads.
 
-        Called only where `solve` is overridden.
+        Called only where `decide` is overridden.
 
         Args:
             scores: `[S, G, columns]` of the window, -inf behind each prompt's context.
         """
         raise NotImplementedError
 
-    def solve(
+    def decide(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
     ) -> Sequence[npt.NDArray[np.int64] | Exception]:
         """Return the tokens that each layer keeps of each request: S arrays `[L]`.

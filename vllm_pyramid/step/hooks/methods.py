@@ -26,12 +26,12 @@ class MethodHooks:
     Attributes:
         cache: the hooks that derive from `CacheHooks`, which are called at start-up.
         scorer, scorer_inside: score evictions at a prompt's end and later, and inside it; or None.
-        solves: the hooks that solve deferred evictions, or None.
+        decides: the hooks that decide the lengths of deferred evictions, or None.
         in_layers: whether a step without evictions calls any hook around a layer's attention.
         in_steps: whether it calls any hook at all, so that requests can fail in it.
 
     Raises:
-        ValueError: two methods want to score, or to solve, the same evictions.
+        ValueError: two methods want to score the same evictions, or to decide their lengths.
     """
 
     def __init__(self, hooks: Iterable[WorkerHooks] = ()) -> None:
@@ -61,7 +61,8 @@ class MethodHooks:
         self.scorer = _only((one for one in scorers if not one.inside), "score evictions")
         inside = _only((one for one in scorers if one.inside), "score evictions inside prompts")
         self.scorer_inside = inside or self.scorer
-        self.solves = _only(self._overriding(EvictionHooks, "solve"), "solve deferred evictions")
+        deciding = self._overriding(EvictionHooks, "decide")
+        self.decides = _only(deciding, "decide the lengths of deferred evictions")
 
     def __iter__(self) -> Iterator[WorkerHooks]:
         return iter(self._all)

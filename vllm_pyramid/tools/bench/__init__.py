@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput, capacity and latency, measured side by side: `vllm-pyramid bench`."""
+"""Policies and stock vLLM side by side at equal cache memory: `vllm-pyramid bench`."""

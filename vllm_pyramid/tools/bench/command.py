@@ -6,20 +6,17 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_pyramid.tools.bench.options import (
     MEASURES,
-    Cost,
     EngineOptions,
     SchedulerSteps,
     add_flags,
     parse,
 )
-from vllm_pyramid.tools.bench.shapes import SHAPES, shape_of_config
 from vllm_pyramid.tools.command_parts import check_writable
 
 
@@ -27,7 +24,7 @@ def add_command(commands: Any) -> None:
     """Add the sub-command, with its own sub-commands, to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "bench",
-        help="measure throughput, capacity and latency side by side",
+        help="measure policies and stock vLLM side by side, at equal cache memory",
         description="Measures policies side by side: the same prompts, the same cache memory, in "
         "turns. The default model has random weights, so nothing is downloaded.",
     )
@@ -49,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
     console, options = Console(), parse(args.measure, vars(args))
     if find_spec("pandas") is None:
         raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
-    if isinstance(options, Cost):
-        return _run_cost(options)
     check_writable(options.out, (options.json_file,))
     if isinstance(options, SchedulerSteps):
         return _run_scheduler(options, console)
@@ -86,19 +81,4 @@ def _run_scheduler(options: SchedulerSteps, console: Any) -> int:
             options.layers, options.requests, options.steps, options.prompt_len, progress
         )
     write("scheduler", options, rows, {})
-    return 0
-
-
-def _run_cost(options: Cost) -> int:
-    from vllm_pyramid.tools.bench.cost import H200, as_markdown, cost_rows
-
-    known = options.model in SHAPES
-    shape = SHAPES[options.model] if known else shape_of_config(options.model)
-    machine = replace(H200, devices=options.devices)
-    rows = cost_rows(shape, machine, options.prompt_lens, options.budgets, options.output_len)
-    if options.markdown:
-        print(as_markdown(rows))
-        return 0
-    print(f"{options.model} on {options.devices} H200, {options.output_len} tokens out")
-    print(rows.to_string(index=False))
     return 0

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm_pyramid.tools.bench.profile import profile
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import (
     Pages,
@@ -270,19 +269,6 @@ class Engine:
         read = Pages.counted(self.scheduler).since(pages)
         return {"seconds": seconds, "batch": batches.pop(), **read}
 
-    def profile(self, count: int) -> dict[str, Any]:
-        """Run `count` decode steps under PyTorch's profiler (see `profile.profile`)."""
-        return profile(lambda: self.steps(1)["seconds"][0], count)
-
-    def clear(self) -> None:
-        """End every request."""
-        self.client.abort_request(list(self._sent))
-        self._sent.clear()
-        core = self.client.engine_core.engine_core
-        # Asynchronous scheduling may have a batch under way, whose requests are gone.
-        while self.scheduler.has_requests() or core.batch_queue:
-            self.client.step()
-
 
 def start(task: dict[str, Any]) -> Engine:
     """Start the engine that a task describes."""
@@ -316,8 +302,6 @@ def main() -> None:
             "run": partial(engine.run, on_finish=lambda: say(progress=1)),
             "fill": partial(engine.fill, on_prefill=lambda new: say(progress=new)),
             "steps": engine.steps,
-            "profile": engine.profile,
-            "clear": engine.clear,
         }
         say(done=methods[do](**task))
 

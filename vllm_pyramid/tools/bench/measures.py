@@ -7,46 +7,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_pyramid.tools.bench.job import WARM_UP_SEED, Variant
-from vllm_pyramid.tools.bench.options import Capacity, EngineOptions, Latency, Throughput
+from vllm_pyramid.tools.bench.options import EngineOptions, Throughput
 from vllm_pyramid.tools.bench.prepare import Prepared
 from vllm_pyramid.tools.bench.processes import Engines
-from vllm_pyramid.tools.bench.profile import WINDOWS, table
 from vllm_pyramid.tools.bench.report import Samples, make_rows, write
-from vllm_pyramid.tools.bench.server_load import latencies_over_http
 from vllm_pyramid.tools.command_parts import Progress
 
 
 def run_measure(measure: str, options: EngineOptions, prepared: Prepared, console: Any) -> None:
     """Measure, write the results, and show them."""
-    rounds = len(options.rounds)
     steady = isinstance(options, Throughput) and options.decode_only
-    if isinstance(options, Latency):
-        rounds = options.repetitions * len(options.rates)
-    elif steady or isinstance(options, Capacity):
-        rounds = 1
+    rounds = 1 if steady else len(options.rounds)
     total = len(prepared.variants) * prepared.job.num_prompts * rounds
-    profiles: list[dict[str, Any]] = []
-    with Progress(console, total) as progress:
-        if isinstance(options, Latency):
-            samples = latencies_over_http(prepared, options.rates, options.repetitions, progress)
+    # Decode windows hold the requests of all variants at once.
+    with (
+        Progress(console, total) as progress,
+        Engines(prepared, share=not steady, on_stage=progress.stage) as engines,
+    ):
+        if steady:
+            samples = decode_windows(prepared, engines, options.repetitions, progress)
         else:
-            # Decode windows hold the requests of all variants at once.
-            with Engines(prepared, share=not steady, on_stage=progress.stage) as engines:
-                if isinstance(options, Throughput) and steady:
-                    samples, profiles = decode_windows(
-                        prepared, engines, options.repetitions, progress, profile=options.profile
-                    )
-                elif isinstance(options, Capacity):
-                    samples = fill(prepared, engines, progress, clear=True)
-                else:
-                    samples = whole_jobs(prepared, engines, options.rounds, progress)
+            samples = whole_jobs(prepared, engines, options.rounds, progress)
     about: dict[str, Any] = {"threads": prepared.threads, "baseline": prepared.variants[0].label}
-    if profiles:
-        about["profile"] = profiles
     rows = make_rows(measure, prepared.job, prepared.variants, samples)
     write(measure, options, rows, about)
-    if profiles:
-        print(table(profiles))
 
 
 def whole_jobs(
@@ -85,7 +69,7 @@ def _job_of(variant: Variant, prompts: list[list[int]], max_tokens: int) -> dict
     return {"prompts": prompts, "max_tokens": max_tokens, "budget": variant.budget}
 
 
-def fill(prepared: Prepared, engines: Engines, progress: Progress, *, clear: bool) -> Samples:
+def fill(prepared: Prepared, engines: Engines, progress: Progress) -> Samples:
     """Let as many requests decode as each variant admits. Nothing is timed."""
     filled = []
     for variant in prepared.variants:
@@ -93,25 +77,20 @@ def fill(prepared: Prepared, engines: Engines, progress: Progress, *, clear: boo
         job = _job_of(variant, prepared.job.prompts(0), prepared.job.output_len)
         sample = engines.ask(variant, "fill", progress.advance, **job)
         filled.append((variant, sample | {"pool_prompts": prepared.job.pool_prompts}))
-        if clear:
-            engines.ask(variant, "clear")
     return filled
 
 
 def decode_windows(
-    prepared: Prepared, engines: Engines, repetitions: int, progress: Progress, *, profile: bool
-) -> tuple[Samples, list[dict[str, Any]]]:
+    prepared: Prepared, engines: Engines, repetitions: int, progress: Progress
+) -> Samples:
     """Time windows of decode steps, of as many requests as each variant admits.
-
-    Args:
-        profile: find out where a step's time goes too.
 
     Raises:
         ValueError: the requests have too few tokens left for the windows.
     """
-    filled = fill(prepared, engines, progress, clear=False)
+    filled = fill(prepared, engines, progress)
     timed = repetitions + 1  # the first one warms up
-    steps = _window_steps(prepared, filled, timed + (WINDOWS if profile else 0))
+    steps = _window_steps(prepared, filled, timed)
     samples: Samples = []
     for window in range(timed):
         for variant, sample in filled:
@@ -122,14 +101,7 @@ def decode_windows(
             decode["read_share"] = _read_share(variant, answer)
             if window:
                 samples.append((variant, sample | decode))
-    profiles = []
-    for variant, sample in filled:
-        if profile:
-            progress.stage(f"{variant.label}, profile")
-            made = engines.ask(variant, "profile", count=WINDOWS * steps)
-            profiles.append({"label": variant.label, "batch": sample["resident_max"], **made})
-        engines.ask(variant, "clear")
-    return samples, profiles
+    return samples
 
 
 def _read_share(variant: Variant, answer: dict[str, Any]) -> float | None:

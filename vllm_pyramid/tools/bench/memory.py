@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,29 @@ from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer of a shape as a part of a policy sees it (`LayerSpec`)."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    page_size_bytes: int
+    block_size: int = BLOCK_SIZE
+    layer_idx: int = 0
+
+    @classmethod
+    def of(cls, shape: Shape) -> Self:
+        import torch  # the command does without it
+
+        of_bytes = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
+        dtype = of_bytes[shape.token_bytes // (2 * shape.kv_heads * shape.head_size)]
+        return cls(shape.kv_heads, shape.head_size, dtype, shape.block_bytes)
 
 
 class PolicyMemory:
@@ -28,15 +53,13 @@ class PolicyMemory:
 
     @property
     def bytes_beside_block(self) -> int:
-        """Bytes in addition to each block of a layer: accumulated numbers, or a summary of K."""
+        """Bytes beside each block of a layer: accumulated numbers, or what a part keeps."""
         inside = self.policy.inner_policy
         gathers = self.policy.scorer.gathers(self.policy) or (
             inside is not None and inside.scorer.gathers(inside)
         )
-        heads, size = self.shape.kv_heads, self.shape.head_size
-        number = max(self.shape.token_bytes // (2 * heads * size), 2)  # of 8-bit keys in 16 bits
-        summary = self.policy.attend.summary_rows * heads * size * number
-        return summary + (4 * BLOCK_SIZE * heads if gathers else 0)
+        of_methods = self.policy.extra_bytes(_Layer.of(self.shape))
+        return of_methods + (4 * BLOCK_SIZE * self.shape.kv_heads if gathers else 0)
 
     @cached_property
     def _block_sizes(self) -> npt.NDArray[np.int32]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,30 +38,25 @@ def _split(value: Any) -> Any:
 _List = (BeforeValidator(_split), Field(min_length=1))
 Names = Annotated[tuple[str, ...], *_List]
 Counts = Annotated[tuple[PositiveInt, ...], *_List]
-Rates = Annotated[tuple[PositiveFloat, ...], *_List]
 # Whole requests that the KV cache has room for. A prompt is held in full until it is processed.
 Requests = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 Pools = Annotated[tuple[Requests, ...], BeforeValidator(_split)]
 AtLeastTwo = Annotated[int, Field(ge=2)]  # output tokens: prefill gives the first
 ROOM = "(prompt and output) that the cache has room for without eviction"
 BUDGET = AliasChoices("budget", "budgets")
-# Arguments with which an engine's model may run in other processes than its scheduler.
-_PROCESSES = {"tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"}
 
 
-class _Options(BaseModel):
+class MeasureOptions(BaseModel):
+    """Options of all measures."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True)
-
-
-class MeasureOptions(_Options):
-    """Options of the measures that write results."""
 
     out: Path = Field(Path("bench-results"), description="folder for the results")
     json_file: Path | None = Field(None, alias="json", description="write the rows there too")
 
 
 class EngineOptions(MeasureOptions):
-    """Options of the measures that start engines or servers."""
+    """Options of the measures that start engines."""
 
     model: str = Field(
         "small",
@@ -99,9 +93,7 @@ class EngineOptions(MeasureOptions):
     engine_args: Annotated[dict[str, Any], BeforeValidator(parse_engine_args)] = Field(
         {}, description="JSON, further arguments of vllm_pyramid.LLM"
     )
-    pools: Annotated[Pools, Field(min_length=1, max_length=1)] = Field(
-        (4.0,), validation_alias="pool_prompts", description=f"whole requests {ROOM}"
-    )
+    pools: Pools = ()
 
     @property
     def longest_prompt(self) -> int:
@@ -123,44 +115,17 @@ class Throughput(EngineOptions):
         description="only steady decoding: prefill what has room, then alternate in windows of "
         "steps",
     )
-    profile: bool = Field(
-        False, description="with --decode-only, on the CPU: also where the time of a step goes"
+    pools: Annotated[Pools, Field(min_length=1)] = Field(
+        (4.0,),
+        validation_alias="pool_prompts",
+        description=f"whole requests {ROOM}, one number or several; one with --decode-only",
     )
 
     @model_validator(mode="after")
-    def _check_profile(self) -> Throughput:
-        if self.profile and not self.decode_only:
-            raise ValueError("--profile looks into decode steps: give --decode-only too")
-        processes = _PROCESSES & self.engine_args.keys()
-        if self.profile and processes:
-            raise ValueError(
-                "--profile looks into the one process of an engine: leave "
-                f"{', '.join(sorted(processes))} out of --engine-args"
-            )
+    def _check_pools(self) -> Throughput:
+        if self.decode_only and len(self.pools) > 1:
+            raise ValueError("--pool-prompts: give one number with --decode-only")
         return self
-
-
-class Capacity(EngineOptions):
-    """requests that decode at once, and before one has to wait"""
-
-
-class Latency(EngineOptions):
-    """time to the first token and per token over HTTP, at given request rates"""
-
-    pools: Annotated[Pools, Field(max_length=1)] = Field(
-        (),
-        validation_alias="pool_prompts",
-        description=f"whole requests {ROOM} (as many as requests)",
-    )
-    rates: Rates = Field((inf,), description="requests per second, `inf` for all at once")
-
-
-class Pressure(EngineOptions):
-    """the whole job with less and less cache memory"""
-
-    pools: Annotated[Pools, Field(min_length=1)] = Field(
-        (16.0, 8.0, 4.0, 2.0, 1.0), description=f"numbers of whole requests {ROOM}"
-    )
 
 
 class Prefix(EngineOptions):
@@ -237,28 +202,11 @@ class SchedulerSteps(MeasureOptions):
     prompt_len: Annotated[int, Field(ge=64)] = Field(512, description="tokens")
 
 
-class Cost(_Options):
-    """what memory and arithmetic allow, on paper"""
-
-    model: str = Field("llama-3-8b", description="a shape, a folder or a Hugging Face name")
-    devices: PositiveInt = Field(1, description="H200s that share the model")
-    prompt_lens: Annotated[tuple[Annotated[int, Field(ge=16)], ...], *_List] = Field(
-        (8192, 32768, 131072), description="tokens"
-    )
-    budgets: Names = Field(("12%", "2048"), validation_alias=BUDGET, description="tokens or %")
-    output_len: PositiveInt = Field(256, description="tokens")
-    markdown: bool = Field(False, description="print the table as Markdown")
-
-
-MEASURES: dict[str, type[_Options]] = {
+MEASURES: dict[str, type[MeasureOptions]] = {
     "throughput": Throughput,
-    "capacity": Capacity,
-    "latency": Latency,
-    "pressure": Pressure,
     "prefix": Prefix,
     "agents": Agents,
     "scheduler": SchedulerSteps,
-    "cost": Cost,
 }
 
 

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm_pyramid.compat.versions import runs_without_plugins
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.tools.bench.job import STOCK_OFFLOADING, Job, Variant, variants_of
-from vllm_pyramid.tools.bench.options import Agents, EngineOptions, Latency, Prefix, Throughput
+from vllm_pyramid.tools.bench.options import Agents, EngineOptions, Prefix
 from vllm_pyramid.tools.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
 
 BUILT_IN = "built-in"
@@ -81,11 +81,6 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
     variants = variants_of(options.policies, options.budgets, job.prompt_len, shape)
     _check_variants(options, job, variants)
     threads = _threads(options.threads)
-    if isinstance(options, Throughput) and options.profile and threads is None:
-        raise ValueError(
-            "--profile times operators as they return, which means nothing on a GPU: use vLLM's "
-            "own profiler there (--profiler-config)"
-        )
     return Prepared(job, tuple(variants), model, random, threads)
 
 
@@ -130,10 +125,9 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
             "this vLLM was built for CUDA and runs on this machine's CPU with vllm-pyramid's "
             "attention alone: leave stock out of --policies, or install a CPU build of vLLM"
         )
-    if not isinstance(options, Latency):  # servers get room for texts that are a little longer
-        for variant in variants:
-            for pool in options.pools:
-                job.check_room(variant, pool)
+    for variant in variants:
+        for pool in options.pools:
+            job.check_room(variant, pool)
 
 
 def _threads(given: int | None) -> int | None:

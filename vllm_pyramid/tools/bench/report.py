@@ -27,7 +27,7 @@ Samples = list[tuple[Variant, Sample]]
 # read, with a policy that selects. cached_share: of the prompts' tokens, found in the prefix cache;
 # ttft_hit, ttft_miss: of requests that found something there, and that did not.
 # ttft, tpot: time to the first token (waiting included) and per token after it.
-# resident_max: the most requests that decoded at once; over HTTP the most that ran at once.
+# resident_max: the most requests that decoded at once.
 # before_queueing: requests that decode when the first one has to wait.
 # peak_blocks: the most blocks of one layer allocated at
 # once, summed over the layers; decode_blocks: the most in steps without a prompt.
@@ -36,7 +36,7 @@ Samples = list[tuple[Variant, Sample]]
 # and the smallest and the largest.
 _KEYS = ["policy", "budget"]
 _JOB = ["prompt_len", "output_len", "num_prompts", "turns", "shared_len"]
-_CONDITIONS = ["pool_prompts", "request_rate"]
+_CONDITIONS = ["pool_prompts"]
 _TIMES = [f"{metric}_p{percent}_ms" for metric in ("ttft", "tpot") for percent in PERCENTILES]
 _RATES = ["output_tokens_per_s", "decode_tokens_per_s", "decode_batch", "prefill_share"]
 _MEDIANS = [*_RATES, "read_share", "cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES]
@@ -62,7 +62,7 @@ def make_rows(
     Args:
         variants: the first one is the baseline.
         samples: in the order in which they were measured. In addition to what was measured a
-            sample has `pool_prompts` and, over HTTP, `request_rate`.
+            sample has `pool_prompts`.
     """
     frame = pd.DataFrame(
         [dict(zip(_KEYS, _identity(v), strict=True)) | sample for v, sample in samples],

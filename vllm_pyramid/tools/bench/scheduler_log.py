@@ -87,7 +87,8 @@ class Pages(NamedTuple):
     @classmethod
     def counted(cls, scheduler: Any) -> Pages:
         """Return the pages since the start of a scheduler, vLLM's or ours."""
-        totals = [hooks.totals() for hooks in getattr(scheduler, "hooks", ())]
+        ours = getattr(scheduler, "pyramid", None)
+        totals = [] if ours is None else [hooks.totals() for hooks in ours.hooks]
         read, visible = (
             sum(of_hooks.get(key, 0) for of_hooks in totals)
             for key in ("pages_read", "pages_visible")

@@ -58,22 +58,6 @@ class Shape:
         return replace(self, dtype=dtype, cache_dtype=None if cache == "auto" else cache)
 
     @property
-    def layer_parameters(self) -> int:
-        """Weights of a layer's matrices: Q, K, V, O, and the MLP's three."""
-        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.mlp
-
-    @property
-    def step_parameters(self) -> int:
-        """Weights that a decode step multiplies with: all layers and the output layer."""
-        return self.layers * self.layer_parameters + self.hidden * self.vocabulary
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of a weight."""
-        return DTYPE_BYTES[self.dtype]
-
-    @property
     def cache_row_bytes(self) -> int:
         """Bytes of K, or of V, of one token and KV head in the cache."""
         return row_bytes(self.head_size, self.cache_dtype or self.dtype)
@@ -146,7 +130,7 @@ def shape_of_config(model: str, dtype: str | None = None) -> Shape:
     cache, _ = shape_of_model(model, dtype)
     if cache.layers:
         raise ValueError(
-            f"the cost model knows decoders in which every layer has full attention; of {model!r} "
+            f"the bench knows decoders in which every layer has full attention; of {model!r} "
             "only some have: scripts/bench_hybrid.py compares such models with stock vLLM"
         )
     config = AutoConfig.from_pretrained(model).get_text_config()
@@ -154,7 +138,7 @@ def shape_of_config(model: str, dtype: str | None = None) -> Shape:
     experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts")]
     if mlp is None or any(experts):
         raise ValueError(
-            f"the cost model knows decoders with one MLP a layer; the configuration of {model!r} "
+            f"the bench knows decoders with one MLP a layer; the configuration of {model!r} "
             "has experts or does not say the MLP's size"
         )
     return Shape(

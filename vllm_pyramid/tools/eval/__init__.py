@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quality bench, `vllm-pyramid eval`: what eviction costs, measured through the engine."""
+"""`vllm-pyramid eval`: a policy against the whole cache, measured through the engine."""

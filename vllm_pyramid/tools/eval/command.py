@@ -1,106 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid eval`: its arguments, its progress display and its output."""
+"""`vllm-pyramid eval`: what a policy changes in the answers to your prompts."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import json
 from collections.abc import Sequence
-from contextlib import closing
-from datetime import UTC, datetime
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm_pyramid
+from vllm_pyramid.frontend.setting_values import parse_policy_args
+from vllm_pyramid.policy import AUTO, DEFAULT_MIN_TOKENS, Policy, load_policy
+from vllm_pyramid.tools.calibrate import read_prompts
 from vllm_pyramid.tools.command_parts import (
     Progress,
     check_writable,
-    has_matplotlib,
     names,
-    numbers,
     parse_engine_args,
 )
-from vllm_pyramid.tools.models import MODELS, model_folder
 
 if TYPE_CHECKING:
-    from vllm_pyramid.tools.eval.run import Answer, Settings
-    from vllm_pyramid.tools.eval.task import Task
+    from vllm_pyramid.tools.eval.compare import Row
+    from vllm_pyramid.tools.eval.haystack import Tokens
 
 __all__ = ["add_command"]
-
-_ABOUT_DIGITS = (
-    "Exact match counts whole numbers, the other tables their digits one by one. Where every digit "
-    "is a token, a policy that pools scores over few positions finds a number and loses its end; "
-    "pyramidkv-wide pools over more."
-)
-# What decides the rows, in the order in which the command is written down.
-_REPEATED = (
-    "model", "policies", "budgets", "tasks", "lengths", "samples", "seeds", "engine_args",
-    "lm_eval", "longbench", "ruler", "max_prompt", "chat",
-)  # fmt: skip
 
 
 def add_command(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "eval",
-        help="measure what eviction costs in quality",
-        description="Runs tasks through the engine with several policies and budgets, and shows "
-        "what each costs. The built-in model and the texts of the generated tasks come with the "
-        "package and with Python.",
+        help="measure how a policy changes the answers to your prompts",
+        description="Answers prompts with the whole cache, decodes the same answers after a policy "
+        "has evicted, and shows how many tokens stay the likeliest ones and how far the "
+        "probabilities diverge. A budget that is cut is measured as a server cuts it.",
     )
-    parser.add_argument("--list", action="store_true", help="show the tasks and stop")
+    parser.add_argument(
+        "--model",
+        help="folder, or a Hugging Face name (default: the built-in model)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='one JSON object a line, with "prompt" (text) or "prompt_token_ids" (default: facts '
+        "hidden in Python's documentation and asked for at the end)",
+    )
+    parser.add_argument("--kv-policy", default=AUTO, help="a preset or .yaml file (%(default)s)")
+    parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
+    parser.add_argument(
+        "--budgets", default="25%,12%", help="tokens or per cent, for a policy that has a budget "
+        "(25%%,12%%)"
+    )  # fmt: skip
     for name, default, text in (
-        (
-            "model",
-            None,
-            f"folder, Hugging Face name, or {', '.join(MODELS)} (default: the built-in model)",
-        ),
-        (
-            "policies",
-            "full,streaming-llm,snapkv,pyramidkv",
-            "names or .yaml files, each with arguments if need be, as in "
-            "'full,snapkv:{\"kernel_size\":11}', and with another type of KV cache, as in "
-            "'snapkv@fp8', or evicted where earlier turns ended too, as in 'snapkv@turns' "
-            "(%(default)s)",
-        ),
-        ("budgets", "3%,12%", "tokens or per cent, for the policies that evict (%(default)s)"),
-        (
-            "tasks",
-            None,
-            "names, or `all` generated ones that the model can be asked (all; none if tasks of "
-            "lm-eval are given)",
-        ),
-        ("lengths", "1024", "of the prompts, in tokens (%(default)s)"),
-        ("samples", 10, "of each task, length and seed (%(default)s)"),
-        ("seeds", "0", "each makes samples of its own (%(default)s)"),
-        ("engine-args", None, "JSON, further arguments of vllm_pyramid.LLM"),
+        ("answer-tokens", 64, "most tokens of an answer"),
+        ("num-prompts", 8, "without --prompts: their number"),
+        ("prompt-tokens", 3000, "without --prompts: their length"),
     ):
-        kind = int if name == "samples" else str
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-    output = parser.add_argument_group("output")
-    for name, text in (
-        ("out", "folder for all results, kept for the next run too (%(default)s)"),
-        ("json", "write the rows there too"),
-        ("csv", "write the rows there too"),
-        ("markdown", "write the tables there"),
-    ):
-        folder = Path("eval-results") if name == "out" else None
-        output.add_argument(f"--{name}", type=Path, metavar="PATH", default=folder, help=text)
-    output.add_argument("--no-pictures", action="store_true", help="draw nothing")
-    output.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
-    group = parser.add_argument_group("tasks of lm-eval (nothing is downloaded)")
-    for name, metavar, text in (
-        ("lm-eval", "TASK", "its tasks or groups, .yaml files, or NAME=FILE.jsonl: NAME on FILE"),
-        ("longbench", "PATH", "LongBench's .jsonl files, or a folder of them"),
-        ("ruler", "PATH", "RULER's generated .jsonl files, or a folder of them"),
-    ):
-        group.add_argument(f"--{name}", nargs="+", default=[], metavar=metavar, help=text)
-    text = "longer prompts, but for RULER's, lose their middle (default: what the model takes)"
-    group.add_argument("--max-prompt", type=int, metavar="TOKENS", help=text)
-    text = "use the model's chat template (not for RULER and LongBench's few-shot and code)"
-    group.add_argument("--chat", action="store_true", help=text)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (%(default)s)")
+    parser.add_argument("--engine-args", metavar="JSON", help="further arguments of LLM")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.set_defaults(run=run)
 
 
@@ -108,158 +68,111 @@ def run(args: argparse.Namespace) -> int:
     """Run the sub-command; return 0 on success.
 
     Raises:
-        ValueError: something that was asked for cannot be.
+        ValueError: something that was asked for cannot be, or an engine failed.
     """
     from rich.console import Console
 
-    console = Console()
-    if args.list:
-        return _list(console)
-    if args.samples < 1:
-        raise ValueError(f"--samples must be at least 1, not {args.samples}")
-    if find_spec("pandas") is None:
-        raise ValueError("the tables need pandas: pip install 'vllm-pyramid[eval]'")
-
-    from vllm_pyramid.tools.eval.engine import ChildError, orderly_termination
-    from vllm_pyramid.tools.eval.haystack import load_tokens
-    from vllm_pyramid.tools.eval.run import Run, Store
-
-    if not args.no_pictures and not has_matplotlib():
-        console.print("No pictures: they need matplotlib (pip install 'vllm-pyramid\\[eval]').")
-        args.no_pictures = True
-    check_writable(args.out, (args.out / "samples.jsonl", args.json, args.csv, args.markdown))
-    tokens = load_tokens(_model(args))
-    settings = _settings(args, tokens.can_chat)
-    try:
-        evaluation = Run(settings, tokens)
-    except RuntimeError as error:  # a Python without the texts
-        raise ValueError(str(error)) from error
-    with closing(Store(args.out / "samples.jsonl", fresh=args.fresh)) as store:
-        missing = sum(map(len, evaluation.missing(store).values()))
-        console.print(
-            f"{len(evaluation.jobs):,} prompts for {settings.model}: {missing:,} to run, the "
-            f"others are in {args.out}.",
-            highlight=False,
-            soft_wrap=True,
-        )
-        try:
-            with orderly_termination(), Progress(console, missing) as progress:
-                evaluation.execute(store, progress.stage, progress.advance)
-        except ChildError as error:
-            raise ValueError(str(error)) from error
-        except KeyboardInterrupt:
-            console.print(f"Interrupted. The same command continues from {args.out}.")
-            return 130
-        answers = list(evaluation.answers(store))
-    _write(console, args, answers)
-    return 0
-
-
-def _model(args: argparse.Namespace) -> str:
-    """Return the folder or name of the model."""
-    from vllm_pyramid.tools.demo import model_path
-
-    if args.model is None:
-        return str(model_path())
-    return str(model_folder(args.model)) if args.model in MODELS else str(args.model)
-
-
-def _settings(args: argparse.Namespace, can_chat: bool) -> Settings:
-    from vllm_pyramid.tools.eval.registry import GENERATED, load_task
-    from vllm_pyramid.tools.eval.run import Settings
-    from vllm_pyramid.tools.eval.variants import parse_variants
-
-    if args.max_prompt is not None and args.max_prompt < 64:
-        raise ValueError(f"--max-prompt must be at least 64 tokens, not {args.max_prompt}")
-    of_lm_eval = _tasks_of_lm_eval(args)
-    given = args.tasks or ("" if of_lm_eval else "all")
-    possible = [name for name, task in GENERATED.items() if can_chat or not task.needs_chat]
-    generated = possible if given == "all" else names(given, "--tasks") if given else ()
-    return Settings(
-        model=_model(args),
-        policies=parse_variants(args.policies, "--policies"),
-        budgets=names(args.budgets, "--budgets"),
-        tasks=(*map(load_task, generated), *of_lm_eval),
-        lengths=numbers(args.lengths, "--lengths", 64),
-        samples=args.samples,
-        seeds=numbers(args.seeds, "--seeds", 0),
-        engine_args=parse_engine_args(args.engine_args),
-        max_prompt=args.max_prompt,
-    )
-
-
-def _tasks_of_lm_eval(args: argparse.Namespace) -> Sequence[Task]:
-    if not (args.lm_eval or args.longbench or args.ruler):
-        return ()
-    if find_spec("lm_eval") is None:
+    if args.answer_tokens < 2:
         raise ValueError(
-            "--lm-eval, --longbench and --ruler need lm-eval: pip install 'vllm-pyramid[eval]'"
+            f"--answer-tokens {args.answer_tokens}: the first token comes from the prefill, so "
+            "answers need at least two"
         )
-    from vllm_pyramid.tools.eval.lm_eval_tasks import load_tasks, longbench_tasks, ruler_tasks
+    if args.num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, not {args.num_prompts}")
+    changes, policy, budgets = _policy(args)
+    engine_args = parse_engine_args(args.engine_args)
+    if args.json is not None:
+        check_writable(args.json.parent, (args.json,))
 
-    tasks = [
-        *load_tasks(args.lm_eval, chat=args.chat),
-        *longbench_tasks(args.longbench, chat=args.chat),
-        *ruler_tasks(args.ruler),
-    ]
-    seen = [(task.name, *task.lengths(())) for task in tasks]
-    if twice := [name for name, *length in seen if seen.count((name, *length)) > 1]:
-        raise ValueError(f"the task {twice[0]!r} is given twice: give one of the files")
-    return tasks
+    from vllm_pyramid.tools.child_process import ChildError, orderly_termination
+    from vllm_pyramid.tools.demo import model_path
+    from vllm_pyramid.tools.eval.compare import compare, row_of
 
-
-def _write(console: Any, args: argparse.Namespace, answers: Sequence[Answer]) -> None:
-    """Write the results to all files that are wanted, and show the tables."""
-    from vllm_pyramid.tools.eval.tables import as_json, as_markdown, rows_of, tables
-    from vllm_pyramid.tools.eval.task import DIGITS_METRIC
-
-    rows = rows_of(answers)
-    about = {
-        "version": vllm_pyramid.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": "built-in" if args.model is None else args.model,
-        "command": _command(args),
-    }
-    as_csv = rows.to_csv(index=False)
-    for path, text in (
-        (args.out / "results.json", as_json(rows, about)),
-        (args.json, as_json(rows, about)),
-        (args.out / "results.csv", as_csv),
-        (args.csv, as_csv),
-        (args.markdown, as_markdown(rows)),
-    ):
-        if path is not None:
-            path.write_text(text, encoding="utf-8")
-    for table in tables(rows):
-        console.print(table)
-    if (rows["metric"] == DIGITS_METRIC).any():
-        console.print(_ABOUT_DIGITS, highlight=False)
-    written = ["results.json", "results.csv"]
-    if not args.no_pictures:
-        from vllm_pyramid.tools.eval.pictures import draw
-
-        written += [path.name for path in draw(answers, rows, args.out)]
-    console.print(f"In {args.out}: {', '.join(written)}.", highlight=False, soft_wrap=True)
-
-
-def _command(args: argparse.Namespace) -> str:
-    """Return the command that makes the same rows."""
-    words = ["vllm-pyramid", "eval"]
-    for name in _REPEATED:
-        value = getattr(args, name)
-        if value not in (None, False, []):
-            values = value if isinstance(value, list) else [] if value is True else [value]
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return shlex.join(words)
-
-
-def _list(console: Any) -> int:
-    from rich.table import Table
-
-    from vllm_pyramid.tools.eval.registry import GENERATED
-
-    table = Table("name", "what it asks", "score", title="Tasks of vllm-pyramid eval")
-    for task in GENERATED.values():
-        table.add_row(task.name, task.summary, task.metric)
-    console.print(table)
+    model = str(model_path()) if args.model is None else args.model
+    prompts = _prompts(args, model)
+    console = Console()
+    total = len(prompts) * (1 + len(budgets))
+    try:
+        with orderly_termination(), Progress(console, total) as progress:
+            results = compare(
+                model,
+                args.kv_policy,
+                changes,
+                policy.name,
+                prompts,
+                budgets,
+                args.answer_tokens,
+                engine_args,
+                progress.stage,
+                progress.advance,
+            )
+    except ChildError as error:
+        raise ValueError(str(error)) from error
+    rows = [row_of(budget, found) for budget, found in zip(budgets, results, strict=True)]
+    _show(console, policy.name, rows, len(prompts))
+    if args.json is not None:
+        written = {
+            "model": args.model or "built-in",
+            "policy": policy.name,
+            "prompts": len(prompts),
+        }
+        text = json.dumps({**written, "rows": list(map(asdict, rows))}, indent=1)
+        args.json.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _policy(args: argparse.Namespace) -> tuple[dict[str, Any], Policy, Sequence[str | None]]:
+    """Return the changes to the policy's preset, the policy, and its budgets.
+
+    Raises:
+        ValueError: see `load_policy`; or a budget does not suit the policy.
+    """
+    changes = parse_policy_args(args.kv_policy_args)
+    policy = load_policy(args.kv_policy, None, changes)
+    if not policy.has_budget:
+        return changes, policy, [None]
+    if policy.min_tokens is None:  # what a server adds
+        changes = {**changes, "min_tokens": DEFAULT_MIN_TOKENS}
+    budgets = names(args.budgets, "--budgets")
+    for budget in budgets:
+        policy = load_policy(args.kv_policy, budget, changes)
+    return changes, policy, budgets
+
+
+def _prompts(args: argparse.Namespace, model: str) -> list[list[int]]:
+    """Return the prompts as tokens."""
+    from vllm_pyramid.tools.eval.compare import made_up_prompts
+    from vllm_pyramid.tools.eval.haystack import load_tokens
+
+    if args.prompts is None:
+        try:
+            return made_up_prompts(load_tokens(model), args.num_prompts, args.prompt_tokens)
+        except RuntimeError as error:  # a Python without the texts
+            raise ValueError(str(error)) from error
+    tokens: Tokens | None = None
+    found = []
+    for prompt in read_prompts(args.prompts):
+        if (ids := prompt.get("prompt_token_ids")) is None:
+            tokens = tokens or load_tokens(model)
+            ids = tokens.encode(prompt["prompt"])
+        found.append(ids)
+    return found
+
+
+def _show(console: Any, policy: str, rows: Sequence[Row], prompts: int) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{policy} against the whole cache, {prompts} prompts")
+    for heading in ("budget", "tokens that agree", "worst prompt", "divergence, nats", "blocks"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        shares = (f"{row.agreement:.1%}", f"{row.worst:.1%}", f"{row.divergence:.4f}")
+        table.add_row(Text(row.budget or "none"), *shares, f"{row.memory:.1%}")
+    console.print(table)
+    console.print(
+        "Agree: the answer's token is the likeliest one after eviction too. Divergence: mean of "
+        "KL(whole cache || policy). Blocks: held after the eviction, of those before. The answers' "
+        "first tokens, which come from the prefill, do not count.",
+        highlight=False,
+    )

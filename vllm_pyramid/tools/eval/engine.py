@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_pyramid.frontend.model_shape import shape_of_model
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.step.trace_files import rows_per_layer
 from vllm_pyramid.tools.child_process import (
     ChildError,
     orderly_termination,
@@ -97,7 +96,7 @@ class Work(BaseModel):
         label: names it in messages. model: folder or name.
         kv_policy, kv_policy_args: as for `LLM`. policy_name: as the engine reports it.
         engine_args: further arguments of `LLM`. batch: requests given to the engine at a time.
-        recall: measure the attention recall. timed: warm up, then measure the speed.
+        timed: warm up, then measure the speed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -110,7 +109,6 @@ class Work(BaseModel):
     engine_args: dict[str, Any]
     requests: list[Request]
     batch: int = 16
-    recall: bool = False
     timed: bool = False
 
     def llm_args(self) -> dict[str, Any]:
@@ -177,7 +175,6 @@ def run(work: Work) -> None:
             kv_policy=work.kv_policy,
             kv_policy_args=work.kv_policy_args or None,
             kv_min_tokens=floor,
-            kv_trace=folder if work.recall else None,
             logits_processors=[QUALIFIED_NAME] if forced else None,
             max_logprobs=REFERENCE_TOKENS,
             **work.llm_args(),
@@ -195,9 +192,8 @@ def run(work: Work) -> None:
         for start in range(0, len(work.requests), work.batch):
             batch = work.requests[start : start + work.batch]
             outputs = generate(batch)
-            recalls = _take_recalls(files) if work.recall else {}
             for request, output in zip(batch, outputs, strict=True):
-                measured: dict[str, Any] = {"recall": recalls.get(output.request_id)}
+                measured: dict[str, Any] = {"request_id": output.request_id}
                 if request.reference is not None:
                     measured |= _compared(files / f"{request.key}.json")
                 if request.forced and request.max_tokens:
@@ -213,13 +209,10 @@ def _result(request: Request, output: Any, policy: str, measured: dict[str, Any]
     """Read the engine's output.
 
     Raises:
-        RuntimeError: the report of the eviction is wrong, a forced continuation was not followed,
-            or the attention recall could not be measured.
+        RuntimeError: the report of the eviction is wrong, or a forced continuation was not
+            followed.
     """
     completion = output.outputs[0]
-    recall = measured["recall"]
-    if recall is not None and not np.isfinite(np.concatenate(recall)).all():
-        raise RuntimeError("a prompt's last chunk was too short to measure its attention recall")
     if request.forced and list(completion.token_ids[: len(request.forced)]) != request.forced:
         raise RuntimeError("the engine did not follow the given continuation")
     if request.forced and not request.max_tokens:
@@ -258,30 +251,6 @@ def _compared(findings: Path) -> dict[str, float]:
     findings.unlink(missing_ok=True)
     agrees, nats = zip(*found, strict=True) if found else ((True,), (0.0,))
     return {"agreement": float(np.mean(agrees)), "divergence": float(np.mean(nats))}
-
-
-def _take_recalls(folder: Path) -> dict[str, list[list[float]]]:
-    """Return the recall of every traced request `[layers][KV heads]`, by its external name.
-
-    Ranks that share the KV heads write a file each; their heads are put side by side. Files of
-    evictions after the prompt's end have no recall. All files are removed.
-    """
-    found: dict[str, list[list[float]]] = {}
-    for path in sorted(folder.glob("*.npz")):
-        with np.load(path) as trace:
-            if "prompt_len" in trace:
-                # vLLM adds a dash and a random end to the name that it gave the request.
-                name = str(trace["request_id"]).rsplit("-", 1)[0]
-                rows = sum(key.startswith("recall_") for key in trace.files)
-                of_rows = [trace[f"recall_{row}"] for row in range(rows)]
-                lanes = rows_per_layer(trace)
-                firsts = range(0, rows, lanes)
-                heads = [np.concatenate(of_rows[at : at + lanes]).tolist() for at in firsts]
-                layers = len(heads)
-                before = found.get(name, [[]] * layers)
-                found[name] = [left + right for left, right in zip(before, heads, strict=True)]
-        path.unlink()
-    return found
 
 
 if __name__ == "__main__":

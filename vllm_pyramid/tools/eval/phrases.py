@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wording of the generated tasks: names and numbers, facts that join them, and questions.
+"""The wording of made-up facts: names and numbers, sentences that join them, and questions.
 
 A question ends with the beginning of its answer, as in RULER (https://arxiv.org/abs/2404.06654):
 the model continues with the words that are scored. The built-in model was trained on the same
@@ -14,7 +14,17 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["CODE", "DIGITS", "FactPhrase", "Question", "is_held_out", "make_names", "make_numbers"]
+__all__ = [
+    "CODE",
+    "DIGITS",
+    "FactPhrase",
+    "Question",
+    "begins_with",
+    "held_out_facts",
+    "is_held_out",
+    "make_names",
+    "make_numbers",
+]
 
 DIGITS = 5
 
@@ -126,17 +136,8 @@ def held_out_facts(rng: random.Random, count: int) -> tuple[list[str], list[str]
     return keys, values, list(map(CODE.state, keys, values))
 
 
-def both(first: str, second: str) -> Question:
-    """Return two questions, of which the prompt begins to answer only the first."""
-    asked, then = CODE.question(first), CODE.question(second)
-    return Question(f"{asked.ask} {then.ask}", asked.begin)
-
-
-def example(subject: str, words: str, label: str) -> str:
-    """Return an example of a classification: the subject decides the label, the words do not."""
-    return f"Text: {words}\nLabel of {subject}: {label}\n"
-
-
-def classify(subject: str, words: str) -> str:
-    """Return the prompt's last, unlabelled example."""
-    return f"Text: {words}\nLabel of {subject}:"
+def begins_with(text: str, answer: str) -> bool:
+    """Return whether the answer stands at the beginning, as a word of its own."""
+    text = text.lstrip()
+    after = text[len(answer) : len(answer) + 1]
+    return text.startswith(answer) and not after.isalnum()

@@ -85,13 +85,6 @@ class EvictionReport(BaseModel):
             return None
         return self.pages_read / self.pages_visible
 
-    @property
-    def kept_shares(self) -> list[float]:
-        """Return the share of the tokens that each layer keeps, the mean of its KV heads."""
-        lanes = self.kv_heads or 1
-        firsts, whole = range(0, len(self.kept_tokens), lanes), self.computed_tokens * lanes
-        return [sum(self.kept_tokens[row : row + lanes]) / whole for row in firsts]
-
 
 class Reference(BaseModel):
     """What the whole cache says greedily, and how sure it is of it.
@@ -128,9 +121,10 @@ class Result(BaseModel):
         text: the generated text.
         nats: mean negative log probability a token of a forced continuation but its first, else
             None.
-        recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
-            hold (`ops.recall.kept_mass`), where the task needs it, else None.
-        agreement, divergence: see `AgreementTask`, else None.
+        request_id: the engine's name of the request, as in its traces.
+        agreement, divergence: along a reference but for its first token, which comes from the
+            prefill: the share of its tokens that are the likeliest ones here too, and the mean
+            KL(reference || this) of the next token in nats. None without a reference.
         reference: what other policies are compared with, where it was asked for.
         prefill_seconds: from the start of the prefill to the first token; None if not timed.
         decode_tokens_per_second: of the tokens after the first; None if not timed.
@@ -140,8 +134,8 @@ class Result(BaseModel):
 
     text: str
     eviction: EvictionReport
+    request_id: str = ""
     nats: float | None = None
-    recall: list[list[float]] | None = None
     agreement: float | None = None
     divergence: float | None = None
     reference: Reference | None = None

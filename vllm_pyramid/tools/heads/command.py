@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid calibrate --heads`: probe a model's KV heads, or try a published mask.
+"""`vllm-pyramid calibrate --heads`: measure which KV heads of a model look far back.
 
 It needs Transformers and the model alone, no engine.
 """
@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid.methods.streaming_heads import RECENT, SINKS
-from vllm_pyramid.tools.command_parts import Progress, check_writable, refuse_unused
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_pyramid.tools.head_probe import Repeated
-    from vllm_pyramid.tools.heads.model import HeadModel
-    from vllm_pyramid.tools.heads.scores import HeadScores
-    from vllm_pyramid.tools.heads.trial import Trial
+from vllm_pyramid.tools.command_parts import check_writable, refuse_unused
 
 SHARE = 0.5
 # Flags that belong to --heads alone, and those that do not go with it.
-OWN_FLAGS = ("mask", "probe", "share", "sinks", "recent")
-# What a mask can be made by, and what `config.json` says of it.
-PROBES = {
-    "echo": "echo and induction, the larger of both",
-    "mean": "mean attention over texts",
-}
-_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "picture", "engine_args")
+OWN_FLAGS = ("share", "sinks", "recent")
+_OTHERS = ("kv_policy", "kv_budget", "kv_policy_args", "engine_args", "prompts")
 _TOKENS = (8192, 32768)  # of requests whose memory is told
+_PROBE = "echo and induction, the larger of both"  # what `config.json` says
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,19 +27,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--heads",
         action="store_true",
-        help="measure which KV heads look far back; -o is a folder, --prompts are optional texts",
-    )
-    group.add_argument(
-        "--mask",
-        metavar="PATH",
-        help="try these scores instead of probing: a folder with full_attention_heads.tsv and "
-        "config.json, as DuoAttention publishes them, or HeadKV's .json file",
-    )
-    group.add_argument(
-        "--probe",
-        choices=list(PROBES),
-        help="echo: attention to earlier copies of random tokens, and to what followed them "
-        "(default); mean: how far back the mean query of --prompts looks, as kvpress has it",
+        help="measure which KV heads look far back, by their attention to earlier copies of random "
+        "tokens and to what followed them; -o is a folder",
     )
     group.add_argument(
         "--share",
@@ -77,11 +51,11 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: naming them.
     """
     refuse_unused(args, "--heads", OWN_FLAGS, _OTHERS)
-    if args.mask is not None:
-        of_folder = () if args.mask.endswith(".json") else ("sinks", "recent")
-        refuse_unused(args, "--mask", others=("probe", "output", *of_folder))
-    if args.probe == "mean" and args.prompts is None:
-        raise ValueError("--probe mean looks at texts: add --prompts, or leave --probe out")
+    check_sizes(args)
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raise ValueError for a share, sinks or recent tokens that cannot be."""
     for name, least, most in (("share", 0, 1), ("sinks", 0, None), ("recent", 1, None)):
         value = getattr(args, name)
         if value is not None and not (least <= value and (most is None or value <= most)):
@@ -91,144 +65,37 @@ def check_flags(args: argparse.Namespace) -> None:
             )
 
 
-def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command with checked flags; returns 0.
 
-    Args:
-        prompts: with `prompt` or `prompt_token_ids` each; may be empty.
-
     Raises:
-        ValueError: the model, the mask or a prompt does not fit.
+        ValueError: the model cannot be probed, or the folder cannot be written.
     """
-    import torch
     from rich.console import Console
 
-    from vllm_pyramid.methods.streaming_heads.score_files import check_heads, read_scores
-    from vllm_pyramid.tools.head_probe import Repeated
     from vllm_pyramid.tools.heads.model import HeadModel
+    from vllm_pyramid.tools.heads.probe import Repeated
     from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
-    from vllm_pyramid.tools.heads.trial import check_texts, copies, random_masks, try_masks
 
-    published = None if args.mask is None else read_scores(Path(args.mask).expanduser())
     share = SHARE if args.share is None else args.share
-    sizes = {
-        "sinks": SINKS if args.sinks is None else args.sinks,
-        "recent": RECENT if args.recent is None else args.recent,
-    }
+    sinks = SINKS if args.sinks is None else args.sinks
+    recent = RECENT if args.recent is None else args.recent
+    folder = Path(args.output)
     model = HeadModel(args.model)
-    texts = _token_ids(args.model, prompts)
-    if published is None:
-        if args.probe != "mean":
-            _check_room(Repeated(), model)
-        limits = HeadScores(torch.zeros(model.layers, model.kv_heads), **sizes)
-        check_texts(texts, limits, model)
-        scores = replace(limits, scores=_probed(args.probe, model, texts))
-    else:
-        shape = model.layers, model.kv_heads, model.heads
-        check_heads(args.mask, published.scores, *shape)
-        scores = HeadScores.of(published, model.kv_heads, **sizes)
-        check_texts(texts, scores, model)
-    _check_room(copies(scores), model)
+    probe = Repeated()
+    model.check_room(probe)
+    check_writable(folder, [folder / SCORES, folder / CONFIG])
+    scores = HeadScores(model.probe(probe), sinks, recent)
+    scores.write(folder, {"model_name": args.model, "probe": _PROBE})
     mask = scores.mask(share)
-    masks = [None, mask, *random_masks(mask)]
-    if published is None:
-        folder = Path(args.output)
-        check_writable(folder, [folder / SCORES, folder / CONFIG])
-    console = Console()
-    with Progress(console, len(masks) * (1 + len(texts))) as progress:
-        progress.stage("masks")
-        trials = try_masks(model, scores, masks, texts, progress.advance)
-    if published is None:
-        found = {
-            "model_name": args.model,
-            "probe": PROBES[args.probe or "echo"],
-            "tried": {
-                "share": share,
-                "whole": asdict(trials[0]),
-                "mask": asdict(trials[1]),
-                "random": [asdict(trial) for trial in trials[2:]],
-            },
-        }
-        scores.write(Path(args.output), found)
-    for line in report(scores, mask, trials, args.mask or args.output, share):
-        console.print(line, highlight=False, soft_wrap=True)
-    return 0
-
-
-def report(
-    scores: HeadScores, mask: torch.Tensor, trials: Sequence[Trial], folder: str, share: float
-) -> list[str]:
-    """Return the lines that the command prints.
-
-    Args:
-        mask: `[L, G]` bool. trials: of whole attention, the mask, and random masks.
-        folder: of the scores. share: of the heads that keep everything.
-    """
-    from vllm_pyramid.tools.heads.trial import LAST
-
-    layers, heads = mask.shape
     count, streaming = int(mask.sum()), int((~mask).all(dim=1).sum())
-    held = " and ".join(
-        f"{scores.held(mask, tokens):.1%} at {tokens:,} tokens" for tokens in _TOKENS
-    )
-    lines = [
-        f"{folder}: {count} of {layers * heads} KV heads keep everything, the others {scores.sinks}"
-        f" sinks and {scores.recent} recent tokens. In {streaming} of {layers} layers every head "
-        "streams.",
+    held = " and ".join(f"{scores.held(mask, n):.1%} at {n:,} tokens" for n in _TOKENS)
+    Console().print(
+        f"{folder}: {count} of {mask.numel()} KV heads keep everything, the others {sinks} sinks "
+        f"and {recent} recent tokens. In {streaming} of {model.layers} layers every head streams.\n"
         f"Kept with a length for each head: {held}. Serve it so with --kv-policy duoattention "
-        f"--kv-policy-args '{json.dumps({'mask': folder, 'share': share})}'.",
-    ]
-    whole, tried, chance = trials[0], trials[1], trials[2:]
-
-    def mean(name: str) -> float:
-        return float(sum(getattr(trial, name) for trial in chance) / len(chance))
-
-    lines.append(
-        f"Random tokens copied from further back than a streaming head sees: {whole.copied:.1%} "
-        f"with whole attention, {tried.copied:.1%} with the mask, {mean('copied'):.1%} with random "
-        f"masks (mean of {len(chance)})."
+        f"--kv-policy-args '{json.dumps({'mask': str(folder), 'share': share})}'.",
+        highlight=False,
+        soft_wrap=True,
     )
-    if tried.divergence is not None and tried.agreement is not None:
-        lines.append(
-            f"Your prompts' last {LAST} tokens: the greedy choice is that of whole attention for "
-            f"{tried.agreement:.1%} of them with the mask, {mean('agreement'):.1%} with random "
-            f"masks; divergence {tried.divergence:.4f} and {mean('divergence'):.4f} nats."
-        )
-    return lines
-
-
-def _probed(probe: str | None, model: HeadModel, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the scores of the model's own heads, `[L, G]`, by one of `PROBES`."""
-    from vllm_pyramid.tools.head_probe import Repeated
-
-    return model.mean_attention(texts) if probe == "mean" else model.probe(Repeated())
-
-
-def _check_room(probe: Repeated, model: HeadModel) -> None:
-    """Raise ValueError if the model cannot read the repeated tokens."""
-    tokens = probe.period * probe.copies
-    if tokens > model.longest or probe.period > len(model.ordinary_ids()):
-        raise ValueError(
-            f"the probe's {probe.copies} copies of {probe.period} tokens do not fit into the "
-            f"model's {model.longest} positions and {model.vocabulary} token ids: take fewer "
-            "--sinks and --recent"
-        )
-
-
-def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the prompts as token ids; the tokenizer is loaded if one is a text."""
-    if all("prompt_token_ids" in prompt for prompt in prompts):
-        return [list(prompt["prompt_token_ids"]) for prompt in prompts]
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{model} has no tokenizer, so prompts must be prompt_token_ids: {line}"
-        ) from error
-    return [
-        list(prompt.get("prompt_token_ids") or tokenizer.encode(prompt["prompt"]))
-        for prompt in prompts
-    ]
+    return 0

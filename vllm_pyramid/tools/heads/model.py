@@ -1,35 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Transformers model whose KV heads can be probed, and some of which can be made to stream.
+"""A Transformers model whose KV heads can be probed.
 
-Only the model's attention function is replaced, by PyTorch's own attention; a streaming head sees
-the first tokens and the most recent ones, at each position of the prompt, as in DuoAttention.
+Only the model's attention function is replaced, by PyTorch's own attention.
 
 Shape legend: L layers, T tokens, H query heads, G KV heads, D head size.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from vllm_pyramid.step.rotary import Rotary
-from vllm_pyramid.tools.head_probe import LENGTH, Repeated, mean_attention, of_kv_heads
-from vllm_pyramid.tools.heads.scores import HeadScores
+from vllm_pyramid.tools.heads.probe import Repeated, of_kv_heads
 
 _NAME = "vllm_pyramid_heads"
-_CHUNK = 1024  # queries of streaming heads at a time
 _OTHER = ("sliding_window", "softcap", "s_aux")  # what Transformers hands to attention functions
 _PLAIN = (
     "heads are probed in models whose layers all have full attention with KV heads, without "
     "sliding windows, capped logits, learned sinks or latent vectors; this model has others"
-)
-_NO_ROTARY = (
-    "mean attention is measured without rotary embedding, and this model's layers do not all have "
-    "one that can be undone: take --probe echo"
 )
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -41,31 +32,11 @@ def whole_attention(
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def streaming_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: int, recent: int
-) -> torch.Tensor:
-    """Return `[1, H, T, D]`: a query sees the first `sinks` keys, and `recent` up to its own.
-
-    Shapes are those of `whole_attention`.
-    """
-    found, total = [], q.shape[2]
-    for start in range(0, total, _CHUNK):
-        places = torch.arange(start, min(start + _CHUNK, total), device=q.device)
-        end = start + len(places)
-        first = torch.arange(min(sinks, end), device=q.device)
-        near = torch.arange(max(len(first), start - recent + 1), end, device=q.device)
-        keys = torch.cat([first, near])
-        gap = places[:, None] - keys
-        seen = (gap >= 0) & ((keys < sinks) | (gap < recent))
-        part = q[:, :, start:end], k[:, :, keys], v[:, :, keys]
-        found.append(F.scaled_dot_product_attention(*part, seen, scale=scale, enable_gqa=True))
-    return torch.cat(found, dim=2)
-
-
 class HeadModel:
     """A causal language model of Transformers, on a GPU if there is one, else in float32.
 
     Attributes:
+        model: as Transformers loads it. attentions: its attention modules, `[L]`.
         layers: L. kv_heads: G. heads: H. vocabulary: number of token ids.
         longest: positions of the model.
 
@@ -88,18 +59,16 @@ class HeadModel:
         except (OSError, ValueError) as error:
             line = str(error).strip().splitlines()[0]
             raise ValueError(f"Transformers cannot load the model {name}: {line}") from error
-        self._model: Any = model.to("cuda" if on_gpu else "cpu").eval()
-        own = [
-            module for module in self._model.modules() if hasattr(module, "num_key_value_groups")
-        ]
-        config = self._model.config
+        self.model: Any = model.to("cuda" if on_gpu else "cpu").eval()
+        own = [module for module in self.model.modules() if hasattr(module, "num_key_value_groups")]
+        config = self.model.config
         latent = getattr(config, "kv_lora_rank", None) is not None
         if len(own) != getattr(config, "num_hidden_layers", None) or latent:
             raise ValueError(_PLAIN)
         for module in own:
             module.heads = self
         self._attend: Attend | None = None
-        self._attentions = own
+        self.attentions = own
         self.layers = len(own)
         self.kv_heads, self.heads = int(config.num_key_value_heads), int(config.num_attention_heads)
         self.vocabulary = int(config.vocab_size)
@@ -108,6 +77,15 @@ class HeadModel:
     def ordinary_ids(self) -> range:
         """Return the middle half of the vocabulary; special tokens stand at either end."""
         return range(self.vocabulary // 4, self.vocabulary * 3 // 4)
+
+    def check_room(self, probe: Repeated) -> None:
+        """Raise ValueError if the model cannot read the repeated tokens."""
+        tokens = probe.period * probe.copies
+        if tokens > self.longest or probe.period > len(self.ordinary_ids()):
+            raise ValueError(
+                f"the probe's {probe.copies} copies of {probe.period} tokens do not fit into the "
+                f"model's {self.longest} positions and {self.vocabulary} token ids"
+            )
 
     def probe(self, probe: Repeated) -> torch.Tensor:
         """Return the larger share of echo and induction of each KV head, `[L, G]` float64."""
@@ -120,91 +98,16 @@ class HeadModel:
             found[layer] = of_kv_heads(torch.maximum(*shares), self.kv_heads)
             return whole_attention(q, k, v, scale)
 
-        self._run(probe.tokens(self.ordinary_ids()), attend, 1)
+        self.run(probe.tokens(self.ordinary_ids()), attend, 1)
         return found
 
-    def mean_attention(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return how far back the mean query looks in each KV head, `[L, G]` float64.
-
-        The mean over texts, and over the query heads of a KV head as in kvpress.
-
-        Raises:
-            ValueError: the model's rotary embedding cannot be undone.
-        """
-        found = torch.zeros(self.layers, self.kv_heads, dtype=torch.float64)
-        rotary = self._rotary(max(LENGTH, *map(len, texts)))
-
-        def attend(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-        ) -> torch.Tensor:
-            areas = mean_attention(q[0].transpose(0, 1).cpu(), k[0].cpu(), rotary, scale)
-            found[layer] += areas.unflatten(0, (self.kv_heads, -1)).mean(dim=1)
-            return whole_attention(q, k, v, scale)
-
-        for ids in texts:
-            self._run(ids, attend, 1)
-        return found / len(texts)
-
     @torch.inference_mode()
-    def _rotary(self, positions: int) -> Rotary:
-        """Return the rotary embedding of all layers, tried against the model's own function."""
-        embedding = getattr(self._model.model, "rotary_emb", None)
-        if not all(getattr(module, "use_rope", True) for module in self._attentions):
-            raise ValueError(_NO_ROTARY)
-        attention = type(self._attentions[0])
-        apply = getattr(sys.modules[attention.__module__], "apply_rotary_pos_emb", None)
-        if embedding is None or apply is None:
-            raise ValueError(_NO_ROTARY)
-        here = torch.arange(positions, device=self._model.device)
-        cos, sin = embedding(torch.zeros(1, device=here.device), here[None])
-        size = cos.shape[-1]
-        x = torch.randn(1, 1, positions, size, generator=torch.Generator().manual_seed(0))
-        turned = apply(x.to(here.device), x.to(here.device), cos, sin)[0].cpu()
-        # Angles of halves or of pairs, for channels that are paired in either way.
-        for kept in (slice(0, size // 2), slice(0, size, 2)):
-            table = torch.cat([cos[0, :, kept], sin[0, :, kept]], dim=-1).cpu()
-            for rotary in (Rotary(table, halves=True), Rotary(table, halves=False)):
-                if torch.allclose(rotary.turn(x, *rotary.at(here.cpu())), turned, atol=1e-4):
-                    return rotary
-        raise ValueError(_NO_ROTARY)
-
-    def logits(
-        self, ids: Sequence[int], last: int, mask: torch.Tensor | None, scores: HeadScores
-    ) -> torch.Tensor:
-        """Return the logits of the last tokens, `[last, vocabulary]` float32.
-
-        Args:
-            mask: `[L, G]` bool, which heads see everything; the others stream. None: all do.
-            scores: how many tokens a streaming head sees.
-        """
-
-        def attend(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-        ) -> torch.Tensor:
-            if mask is None:
-                return whole_attention(q, k, v, scale)
-            whole = mask[layer].to(q.device)
-            grouped = q.unflatten(1, (self.kv_heads, -1))
-            out = torch.empty_like(grouped)
-            for heads, is_whole in ((whole, True), (~whole, False)):
-                if not heads.any():
-                    continue
-                part = grouped[:, heads].flatten(1, 2), k[:, heads], v[:, heads], scale
-                if is_whole:
-                    got = whole_attention(*part)
-                else:
-                    got = streaming_attention(*part, scores.sinks, scores.recent)
-                out[:, heads] = got.unflatten(1, (int(heads.sum()), -1))
-            return out.flatten(1, 2)
-
-        return self._run(ids, attend, last)
-
-    @torch.inference_mode()
-    def _run(self, ids: Sequence[int], attend: Attend, last: int) -> torch.Tensor:
-        tokens = torch.tensor([list(ids)], device=self._model.device)
+    def run(self, ids: Sequence[int], attend: Attend, last: int) -> torch.Tensor:
+        """Run the model with `attend` in all layers; return `[last, vocabulary]` float32 logits."""
+        tokens = torch.tensor([list(ids)], device=self.model.device)
         self._attend = attend
         try:
-            output = self._model(input_ids=tokens, use_cache=False, logits_to_keep=last)
+            output = self.model(input_ids=tokens, use_cache=False, logits_to_keep=last)
         finally:
             self._attend = None
         logits: torch.Tensor = output.logits[0].float().cpu()

@@ -19,7 +19,7 @@ from vllm_pyramid.methods.streaming_heads.score_files import (
     of_kv_heads,
     read_scores,
 )
-from vllm_pyramid.tools.head_probe import retrieval_heads
+from vllm_pyramid.tools.heads.probe import retrieval_heads
 
 
 @dataclass(frozen=True)

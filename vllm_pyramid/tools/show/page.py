@@ -61,13 +61,3 @@ def _by_layer(kept: list[int], lanes: int) -> list[float]:
         return list(kept)
     means: list[float] = np.reshape(kept, (-1, lanes)).mean(axis=1).round(1).tolist()
     return means
-
-
-def read_page(text: str) -> dict[str, Any]:
-    """Return the data in a file that `page` made, with `counts` as an `[layers, tokens]` array."""
-    start = text.index('type="application/json">') + len('type="application/json">')
-    data: dict[str, Any] = json.loads(text[start : text.index("</script>", start)])
-    for policy in data["policies"]:
-        flat = np.frombuffer(base64.b64decode(policy["counts"]), "<u2")
-        policy["counts"] = flat.reshape(len(policy["layers"]), -1)
-    return data

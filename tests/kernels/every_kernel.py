@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All kernels of each back end: those that every policy uses, and those of single methods."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from vllm_pyramid.kernels import reference as shared_reference
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.kernels.cpu import functions as shared_cpu
+from vllm_pyramid.kernels.triton import functions as shared_triton
+from vllm_pyramid.methods.accumulated.kernels.contract import MassOps
+from vllm_pyramid.methods.host_values.kernels.contract import ValueOps
+from vllm_pyramid.methods.pages.kernels.contract import PageOps
+from vllm_pyramid.methods.thinning.kernels.contract import RecentOps
+
+OWN: dict[str, type] = {
+    "vllm_pyramid.methods.accumulated.kernels": MassOps,
+    "vllm_pyramid.methods.host_values.kernels": ValueOps,
+    "vllm_pyramid.methods.pages.kernels": PageOps,
+    "vllm_pyramid.methods.thinning.kernels": RecentOps,
+}
+
+
+def functions_of(contract: type) -> list[str]:
+    """Return the names of a contract's functions."""
+    return [name for name in dir(contract) if not name.startswith("_")]
+
+
+def contracts_of(ops: ModuleType) -> list[tuple[type, Any, str]]:
+    """Return each contract, the module of a back end that implements it, and each function."""
+    modules = [(Ops, ops), *((own, ops.of_method(package)) for package, own in OWN.items())]
+    return [(one, module, name) for one, module in modules for name in functions_of(one)]
+
+
+def with_own(ops: ModuleType) -> Any:
+    """Return a back end that has the kernels of single methods too."""
+    found = SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__})
+    for _, module, name in contracts_of(ops):
+        setattr(found, name, getattr(module, name))
+    return found
+
+
+reference, cpu = with_own(shared_reference), with_own(shared_cpu)
+triton_ops = with_own(shared_triton)

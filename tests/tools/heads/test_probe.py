@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe finds heads that were planted in a toy model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_pyramid.tools.heads.probe import Repeated, of_kv_heads, retrieval_heads
+
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
+
+SIZE = 64
+PROBE = Repeated(period=32, copies=3)
+# Planted: what a layer's four KV heads look for, each with two query heads.
+ECHO, INDUCTION, RECENT, NOTHING = range(4)
+
+
+def layer(source: torch.Generator, sharp: float = 60.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries `[T, 8, D]` and keys `[4, T, D]`: the second query head of a pair is dull."""
+    ids = torch.tensor(PROBE.tokens(range(1000)))
+    table = torch.nn.functional.normalize(torch.randn(1000, SIZE, generator=source), dim=-1)
+    mine = table[ids]
+    before = torch.cat([table[:1], mine[:-1]])
+    angle = torch.arange(len(ids)) / 20
+    clock = torch.zeros(len(ids), SIZE)
+    clock[:, 0], clock[:, 1] = angle.cos(), angle.sin()
+    noise = torch.randn(len(ids), SIZE, generator=source) * 0.01
+    keys = torch.stack([mine, before, clock, noise])
+    sharpness = torch.tensor([sharp, 0.0]).view(1, 2, 1)
+    asked = torch.stack([mine, mine, clock, noise], dim=1)  # [T, 4, D]
+    queries = (asked[:, :, None] * sharpness).flatten(1, 2)
+    return queries, keys
+
+
+def test_a_copy_holds_each_token_once_and_the_copies_are_equal() -> None:
+    tokens = PROBE.tokens(range(100, 200), seed=3)
+    assert len(tokens) == 96 and tokens[:32] == tokens[32:64] == tokens[64:]
+    assert len(set(tokens[:32])) == 32 and min(tokens) >= 100 and max(tokens) < 200
+    assert tokens != PROBE.tokens(range(100, 200), seed=4)
+
+
+def test_planted_heads_are_found() -> None:
+    queries, keys = layer(torch.Generator().manual_seed(0))
+    echo, induction = PROBE.echo_and_induction(queries, keys, scale=1.0)
+    assert echo.shape == induction.shape == (8,)
+    found_echo, found_induction = of_kv_heads(echo, 4), of_kv_heads(induction, 4)
+    # An echo head finds its own token too: at most two of three equal keys are earlier ones.
+    assert found_echo[ECHO] > 0.5 and found_echo[[INDUCTION, RECENT, NOTHING]].max() < 0.1
+    assert found_induction[INDUCTION] > 0.9
+    assert found_induction[[ECHO, RECENT, NOTHING]].max() < 0.1
+    mask = retrieval_heads(torch.maximum(found_echo, found_induction)[None], 2)
+    assert mask.tolist() == [[True, True, False, False]]
+
+
+def test_an_even_head_has_the_share_of_the_places() -> None:
+    queries, keys = layer(torch.Generator().manual_seed(0), sharp=0.0)
+    echo, induction = PROBE.echo_and_induction(queries[-1:], keys, scale=1.0)
+    torch.testing.assert_close(echo, torch.full((8,), 2 / 96))  # two earlier copies of 96 keys
+    torch.testing.assert_close(induction, torch.full((8,), 2 / 96))
+
+
+def test_the_last_queries_alone_give_the_mean_over_them() -> None:
+    queries, keys = layer(torch.Generator().manual_seed(1), sharp=3.0)
+    whole = PROBE.echo_and_induction(queries, keys, scale=1.0)
+    each = [PROBE.echo_and_induction(queries[n:], keys, 1.0) for n in (32, 64)]
+    for kind in range(2):
+        # The first copy has nothing to look back at, and does not count.
+        torch.testing.assert_close(whole[kind], each[0][kind])
+        assert not torch.allclose(whole[kind], each[1][kind], atol=1e-4)
+
+
+def test_what_is_no_probe_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 copies of 8 tokens"):
+        Repeated(8, 1)
+    queries, keys = layer(torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="the probe has 96 tokens, and there are 95 keys"):
+        PROBE.echo_and_induction(queries, keys[:, 1:], 1.0)
+    with pytest.raises(ValueError, match="5 of 4 KV heads"):
+        retrieval_heads(torch.zeros(1, 4), 5)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sums of exponentials of a softmax, and checks that back ends share."""
+
+from __future__ import annotations
+
+import torch
+
+
+def with_sinks(log_sum_exp: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Add the sinks to a log-sum-exp over keys; a query that sees no key keeps its -inf.
+
+    Args:
+        log_sum_exp: `[..., queries]`, where the leading dimensions together are the query heads.
+        sinks: `[H]`, or None to return `log_sum_exp` unchanged.
+    """
+    if sinks is None:
+        return log_sum_exp
+    own = sinks.to(log_sum_exp.dtype).reshape(*log_sum_exp.shape[:-1], 1)
+    return torch.where(log_sum_exp > -torch.inf, log_sum_exp.logaddexp(own), log_sum_exp)
+
+
+def check_lse(log_sum_exp: torch.Tensor, query: torch.Tensor) -> None:
+    """Raise ValueError unless `log_sum_exp` is float32 `[T, H]` for a query `[T, H, D]`."""
+    if log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != query.shape[:2]:
+        raise ValueError(
+            f"log_sum_exp must be float32 {list(query.shape[:2])}, [T, H] of the query, got "
+            f"{log_sum_exp.dtype} {list(log_sum_exp.shape)}"
+        )
+
+
+def check_some_requests(num_requests: int) -> None:
+    """Raise ValueError for a batch without requests, of which no result has a width."""
+    if num_requests == 0:
+        raise ValueError("the batch must hold at least one request, got none")

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for V in host memory: their contract, and three modules that implement it.
+
+`reference.py` is plain PyTorch, `cpu.py` calls the C++ library, `triton.py` launches the kernels of
+`triton_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.methods.host_values.kernels.contract import ValueOps
+
+
+def value_ops(ops: Ops) -> ValueOps:
+    """Return the kernels of V in host memory that go with the others."""
+    own: ValueOps = ops.of_method(__name__)
+    return own

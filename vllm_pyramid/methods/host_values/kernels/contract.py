@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of the kernels for V in host memory, beside `kernels/contract.py`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.methods.host_values.kernels.records import Choosers
+
+
+class ValueOps(Protocol):
+    """The kernels of one device type that V in host memory needs; the rules are those of `Ops`."""
+
+    def copy_pages(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        block_table: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:
+        """Copy whole pages from one memory to another, bit for bit.
+
+        With zero places nothing is copied. The method with V in host memory calls this on CUDA to
+        fetch V to a buffer on the device.
+
+        Args:
+            target: `[S, G, N, D]`, written; dense, with pages of whole 4-byte words.
+            source: `[P, G, N, D]` of the same dtype and density.
+            block_table: `[>= R, M]` int32, the blocks of the source.
+            places: `[C, 3]` int32, one row a page: the page of the target, then the row and the
+                entry of the block table that name the page of the source.
+        """
+
+    def topn_attention(
+        self,
+        out: torch.Tensor,
+        batch: AttentionBatch,
+        softmax: Softmax,
+        top_ns: torch.Tensor,
+        *,
+        renormalize: bool = False,
+        value_rows: torch.Tensor | None = None,
+        choosers: Choosers | None = None,
+    ) -> None:
+        """Attend as `paged_attention`, but let requests use only their best keys.
+
+        Each query and query HEAD of request r uses the `top_ns[r]` visible keys with the largest
+        attention logits, and the lower position where logits are equal; a query that sees no more
+        keys than that uses all. Query heads that share a KV head choose separately, as in the paper
+        (KCache, arXiv:2404.18057, section 3).
+
+        With zero requests nothing is written. The method with V in host memory calls this on both
+        devices.
+
+        Args:
+            out: `[T, H, D]`, written, as in `paged_attention`.
+            top_ns: `[R]` int32. A request uses all its keys if its entry is 0, or at least the
+                number of keys that its last query sees; it is then attended to as by
+                `paged_attention`.
+            renormalize: make the weights of the chosen keys sum to 1. Otherwise they keep the
+                values that they have in the softmax over all keys and the sink, as in the paper.
+            value_rows: `[R]` int64 or None. The number of V rows (of D elements) that request r
+                needed is ADDED: if it chooses, one for every chosen key, query and query head;
+                otherwise one for every key that its queries see and KV head.
+            choosers: what the host knows of the queries that choose. Only Triton uses it, and
+                without it reads back from the device.
+
+        Raises:
+            ValueError: `top_ns` or `value_rows` has another shape or dtype, or an entry of `top_ns`
+                is negative (which Triton, on the device, does not check).
+        """

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of page selection: their contract, and three modules that implement it.
+
+`reference.py` is plain PyTorch, `cpu.py` calls the C++ library, `triton.py` launches the kernels of
+`triton_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from vllm_pyramid.kernels.contract import Ops
+from vllm_pyramid.methods.pages.kernels.contract import PageOps
+
+
+def page_ops(ops: Ops) -> PageOps:
+    """Return the kernels of page selection that go with the others."""
+    own: PageOps = ops.of_method(__name__)
+    return own
