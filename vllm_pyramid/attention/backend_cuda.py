@@ -9,6 +9,7 @@ those. The kernels themselves are vLLM's.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,19 +139,15 @@ class PyramidImplMixin:
             output: `[T, H, D]`, written. args, kwargs: scales of fused output quantisation.
         """
         context = self.context
-        attention = self.stock_attention if context is None else context.attention_of(self)
-
-        def attend(metadata: Any) -> torch.Tensor:
-            found: torch.Tensor = attention(
-                layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
-            )
-            return found
-
+        attend: Callable[..., torch.Tensor] = self.stock_attention
+        if context is not None:
+            attend = context.attention_of(self)
+        call = (layer, query, key, value, kv_cache, attn_metadata, output, *args)
         if attn_metadata is None or attn_metadata.kv_step is None:
-            return attend(attn_metadata)
+            return attend(*call, **kwargs)
         assert context is not None, "the layer was not bound"
         if attn_metadata.kv_step.evictions is None and not context.hooks.in_layers:
-            return attend(attn_metadata)
+            return attend(*call, **kwargs)
         is_fused = any(scale is not None for scale in (*args, *kwargs.values()))
         if context.hooks.attend and is_fused:
             raise NotImplementedError("a method that attends writes no fused output quantisation")
@@ -176,13 +173,14 @@ class PyramidImplMixin:
                     f"V of layer {context.layer} lies elsewhere, and no method attends"
                 )
             if attended is inputs:
-                result = attend(attn_metadata)
+                result = attend(*call, **kwargs)
             elif attended.block_table.dim() == 3:  # which the stock kernels do not read
                 if is_fused:
                     raise NotImplementedError("lists of pages have no fused output quantisation")
                 self.attend_to_lists(layer, attended, kv_cache, attn_metadata, output)
             else:
-                result = attend(metadata_of(attended, attn_metadata))
+                chosen = metadata_of(attended, attn_metadata)
+                result = attend(layer, query, key, value, kv_cache, chosen, output, *args, **kwargs)
         context.after_attention(own_inputs(inputs, attended), output)
         return result
 
