@@ -88,13 +88,21 @@ def test_answers_are_exact_while_there_is_room(
     engine.check_whole()
 
 
-@pytest.mark.parametrize("policy", ["auto", "snapkv", "pyramidkv", "streaming-llm"])
+@pytest.mark.parametrize(
+    ("policy", "further"),
+    [
+        ("auto", {}),
+        ("snapkv", {"kv_cache_dtype": "fp8"}),
+        ("pyramidkv", {}),
+        ("streaming-llm", {"kv_policy_args": {}}),
+        ("keydiff", {"kv_policy_args": {"window": 16, "fill_blocks": False}}),
+    ],
+)
 def test_an_order_at_the_prompts_end_is_an_eviction_there(
-    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
+    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str, further: dict[str, Any]
 ) -> None:
     """Ordered to the floor at once, requests keep and say what the policy's own schedule does."""
-    args = {} if policy == "streaming-llm" else SETTINGS["kv_policy_args"]
-    settings = {**SETTINGS, "kv_policy_args": args, "kv_policy": policy}
+    settings = {**SETTINGS, "kv_policy": policy, **further}
     model = tiny_model("mistral")
     always = engines.get(model, **settings).run(_jobs())
     engine = engines.get(model, **settings, kv_evict="pressure")
@@ -161,8 +169,17 @@ def test_several_orders_keep_what_one_does(
     engine.check_whole()
 
 
+@pytest.mark.parametrize(
+    "further",
+    [
+        {},
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=["sync", "async", "drafts"],
+)
 def test_a_burst_is_served_without_preemptions(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
+    engines: EnginePool, tiny_model: Callable[[str], Path], further: dict[str, Any]
 ) -> None:
     """Prompts of four times the pool: evicted step by step, none is computed twice."""
     engine = engines.get(
@@ -170,7 +187,7 @@ def test_a_burst_is_served_without_preemptions(
         kv_policy="snapkv",
         kv_evict="pressure",
         num_gpu_blocks_override=2 * 4 * (1024 // 16) + 1,
-        **SETTINGS,
+        **{**SETTINGS, **further},
     )
     jobs = [Job(prompt, greedy(40)) for prompt in random_prompts([400] * 12, seed=7)]
     with count_preemptions(engine) as preemptions:
