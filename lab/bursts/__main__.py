@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def settings(variant: str, policy: str, budget: str) -> dict[str, Any]:
     """Return the engine's settings of a variant."""
     if variant == "stock":
-        return {"kv_policy": "none"}
+        return {"kv_policy": "none", "block_size": 16}  # as many tokens a block as the others have
     if variant == "full":
         return {"kv_policy": "full"}
     own = {"kv_policy": policy, "kv_budget": budget, "kv_min_tokens": 0}

@@ -76,3 +76,44 @@ def test_one_longest_prompt_with_the_most_short_ones(
     assert tensors[1] < padded / 2 and tensors[1] < tensors[0] < tensors[2] and tensors[2] > padded
     assert answers[0] == answers[1] == answers[2], "pieces have changed the answers"
     engine.check_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["snapkv-expected", "snapkv"])
+def test_levels_fit_into_what_is_reserved(
+    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
+) -> None:
+    """What a prompt's end takes under pressure, where nothing is evicted."""
+    engine = engines.get(
+        tiny_model("llama-mha"),
+        kv_policy=policy,
+        kv_budget=64,
+        kv_evict="pressure",
+        dtype="float32",
+        max_model_len=4096,
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=4096 + REQUESTS * (SHORT + 8),
+        kv_cache_memory_bytes=256 << 20,
+    )
+    pyramid = engine.core.model_executor.driver_worker.worker.adapter.pyramid
+    after_eviction, found = pyramid.late.after_eviction, []
+
+    def measured(inputs: Any, evictions: Any) -> None:
+        with peak_memory() as peak:
+            after_eviction(inputs, evictions)
+        found.append(peak.bytes)
+
+    pyramid.late.after_eviction = measured
+    try:
+        lens = [LONGEST, *[SHORT] * (REQUESTS - 1)]
+        outcomes = engine.run([Job(prompt, greedy(2)) for prompt in random_prompts(lens)])
+    finally:
+        del pyramid.late.after_eviction
+    levels = (
+        sum(lens) * 4 * 2
+    )  # of a layer's KV heads; those of all layers are in the cache's share
+    print(f"{policy}: reserved {pyramid.memory.eviction_bytes()}, taken {max(found)}")
+    assert len(found) >= engine.num_layers
+    assert max(found) <= pyramid.memory.eviction_bytes() + levels
+    assert all(outcome.report["evicted_to"] == [] for outcome in outcomes)
+    engine.check_whole()

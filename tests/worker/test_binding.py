@@ -338,6 +338,13 @@ def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
         assert runner.pyramid.memory.cache_bytes(1000 * (page + 4 * 16 * 2)) == expected
 
 
+def test_levels_are_taken_out_of_the_memory_of_the_cache() -> None:
+    page = 16 * 2 * 64 * 2 * 2
+    memory = Runner("snapkv", args={"schedule": "pressure"}).pyramid.memory
+    assert memory.cache_bytes(1000 * (page + 16 * 2)) == 1000 * page  # a byte a token and KV head
+    assert memory.eviction_bytes() > Runner("snapkv").pyramid.memory.eviction_bytes()
+
+
 @pytest.mark.parametrize("policy", ["pyramidkv", "keydiff", "xkv", "h2o", "full"])
 def test_what_evictions_take_is_taken_out_of_the_memory_of_the_cache(policy: str) -> None:
     memory = Runner(policy).pyramid.memory

@@ -39,7 +39,10 @@ class OrderedBlocks:
             None if the survivors would go to blocks that other requests have.
         """
         prefixes = self._coordinator.prefixes
-        shared = prefixes.shared_with_others(request_id)
+        bundles = prefixes.of(request_id).bundles[prefixes.cache]
+        shared = len(bundles)  # with others: the first ones
+        while shared and bundles[shared - 1].refs == 1:
+            shared -= 1
         if shared * prefixes.cache.tokens > point.skip.min():
             return None
         now = self._coordinator.plans.confirmed(request_id)

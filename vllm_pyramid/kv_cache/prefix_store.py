@@ -289,14 +289,6 @@ class PrefixStore(CacheStore[PrefixHit]):
             for kind in self.kinds
         ]
 
-    def shared_with_others(self, request_id: str) -> int:
-        """Return how many bundles of a request others have, too: the first of its tables."""
-        bundles = self.of(request_id).bundles[self.cache]
-        count = len(bundles)
-        while count and bundles[count - 1].refs == 1:
-            count -= 1
-        return count
-
     def findable_tokens(self, request_id: str) -> int:
         """Return the tokens of a request that others find, or will find when it has evicted."""
         pending = self.evicted.pending.get(request_id)

@@ -37,6 +37,7 @@ _TILE = 256  # keys, at least as many as in a tile of the C++ kernels
 _SCORED = 20  # scores, mass before the pooling, protected scores, kept places, sorted keys
 _GATHERED = 60  # where pools follow: copies of the mass, places as int64 before and behind the move
 _DEFERRED = 56  # where lengths follow from scores: these sorted and summed in float64
+_LEVELLED = 32  # where orders come later: places as int64, levels, and the scores again
 _TRACED = 48  # the window's mass again, in float64 for the recall of what is kept
 
 
@@ -120,6 +121,7 @@ class EvictionMemory:
     def bytes_of_scores(self) -> int:
         """Return the bytes of a piece: its scores, what is selected by them, and its tables."""
         of_each = _SCORED + self._bytes_of_window() + _TRACED * self.traces
+        of_each += _LEVELLED * self.policy.schedule.waits_for_orders
         of_each += _GATHERED * self.gathers + _DEFERRED * self.policy.allocator.defers
         block_size = min(spec.block_size for spec in self.specs)
         tables = 24 * self.requests * -(-self.longest // block_size)  # int32, and as an index

@@ -184,10 +184,16 @@ class WorkerMemory:
     def cache_bytes(self, available: int) -> int:
         """Return how many of the `available` bytes the KV cache may take.
 
-        What a method gathers for each block takes its share, and a method may limit the cache.
+        What a method gathers for each block takes its share, and a method may limit the cache. So
+        do the levels of a prompt that may be ordered to evict: a byte for each token and KV head.
         """
         page = self._layers.page_size_bytes
-        if gathered := sum(hooks.bytes_per_block() for hooks in self._hooks):
+        gathered = sum(hooks.bytes_per_block() for hooks in self._hooks)
+        if self._settings.policy.schedule.waits_for_orders and self._layers.evicting:
+            gathered += max(
+                spec.block_size * spec.num_kv_heads for spec in self._layers.evicting.values()
+            )
+        if gathered:
             available = available * page // (page + gathered)
         for hooks in self._hooks:
             available = hooks.limit_cache(available)
