@@ -24,13 +24,14 @@ from typing import Any
 
 VARIANTS = ("stock", "full", "always", "pressure")
 CAPACITY = 4  # requests that the pool holds whole
+STOCK_BLOCK = 32  # tokens; of vLLM's attention on CPUs a block is a multiple of it
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(variant: str, policy: str, budget: str) -> dict[str, Any]:
     """Return the engine's settings of a variant."""
     if variant == "stock":
-        return {"kv_policy": "none", "block_size": 16}  # as many tokens a block as the others have
+        return {"kv_policy": "none", "block_size": STOCK_BLOCK}
     if variant == "full":
         return {"kv_policy": "full"}
     own = {"kv_policy": policy, "kv_budget": budget, "kv_min_tokens": 0}
@@ -53,8 +54,8 @@ def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]
     from vllm_pyramid import LLM
     from vllm_pyramid.tools.demo import model_path
 
-    whole = -(-(args.prompt + args.answer) // 16)
-    layers = args.layers if variant != "stock" else 1
+    block, layers = (STOCK_BLOCK, 1) if variant == "stock" else (16, args.layers)
+    whole = -(-(args.prompt + args.answer) // block)
     llm = LLM(
         args.model or str(model_path()),
         dtype=args.dtype,
