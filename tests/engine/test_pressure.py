@@ -198,3 +198,29 @@ def test_a_burst_is_served_without_preemptions(
     assert any(levels) and all(len(one.token_ids) == 40 for one in found)
     assert len({budget for one in levels for budget in one}) >= 2, "one level alone"
     engine.check_whole()
+
+
+def test_what_others_share_is_left_alone(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Two requests of one prompt keep it whole while both run, though another finds no room."""
+    engine = engines.get(
+        tiny_model("mistral"),
+        kv_policy="snapkv",
+        kv_evict="pressure",
+        num_gpu_blocks_override=4 * (640 // 16) + 1,
+        **{**SETTINGS, "max_model_len": 640},
+    )
+    shared, other = random_prompts([400, 480], seed=9)
+    exact = engine.run([Job(shared, greedy(60, logprobs=2, kv_policy="full"), salt="exact")])
+    jobs = [
+        Job(shared, greedy(60, logprobs=2), name="first"),
+        Job(shared, greedy(60, logprobs=2), arrival=2, name="second"),
+        Job(other, greedy(8), arrival=4, name="other"),
+    ]
+    first, second, waited = engine.run(jobs)
+    for one in (first, second):
+        assert one.report["evicted_to"] == [] and one.token_ids == exact[0].token_ids
+    assert second.cached >= 368 and len(waited.token_ids) == 8
+    assert engine.scheduler.pyramid.reports.policy_stats()["ordered_evictions"] == 0
+    engine.check_whole()

@@ -121,17 +121,19 @@ class Pressure(SchedulerHooks):
         self._drop_preempted()
         pool = self._coordinator.block_pool
         free = pool.free_by_stage()
-        lacking = self._growth(running) - free - self._pending
+        lacking, to_start = self._growth(running) - free - self._pending, 0
         if admitted is not None and admitted.request_id not in scheduled:
             needed = self._coordinator.get_num_blocks_to_allocate(
                 admitted.request_id, admitted.num_tokens, apply_admission_cap=True
             )
-            lacking += max(needed - pool.get_num_free_blocks() + int(free.min()), 0)
-        if (lacking <= 0).all():
+            to_start = max(needed - pool.get_num_free_blocks() + int(free.min()), 0)
+        if (lacking + to_start <= 0).all():
             # What a step takes at most for each request that generates.
             self._calm = int(-lacking.max()) // (len(running) * self._of_step + 1)
             return None
-        chosen = self._choose(running, lacking + self._spare)
+        chosen, is_enough = self._choose(running, lacking + to_start)
+        if not is_enough and to_start:  # it would wait all the same
+            chosen, _ = self._choose(running, lacking)
         return {
             request.request_id: self._order(request, level, freed)
             for request, level, freed in chosen
@@ -157,8 +159,18 @@ class Pressure(SchedulerHooks):
 
     def _choose(
         self, running: Sequence[Request], lacking: Numbers
-    ) -> list[tuple[Request, int, Numbers]]:
-        """Return requests, the levels to order them to, and the blocks freed, `[stages]` each."""
+    ) -> tuple[list[tuple[Request, int, Numbers]], bool]:
+        """Choose what to order.
+
+        Args:
+            lacking: `[stages]` blocks that are missing; where some are, more is freed (`SPARE`).
+
+        Returns:
+            Requests, levels, and the blocks that each frees, `[stages]`; and whether no more are
+            missing then.
+        """
+        if (lacking <= 0).all():
+            return [], True
         chosen: dict[str, tuple[Request, int, Numbers]] = {}
         stages = self._coordinator.layer_blocks.stages
         steps: list[tuple[float, int, int, int]] = []  # cost, age, from and to level
@@ -174,7 +186,7 @@ class Pressure(SchedulerHooks):
                 if blocks is not None and (blocks >= 0).all():
                     freed[age, level] = stages.sums(blocks)
             self._add_steps(steps, levelled, freed, age, now)
-        while steps and (lacking > 0).any():
+        while steps and (lacking + self._spare > 0).any():
             _, age, before, level = heapq.heappop(steps)
             request = running[age]
             levelled = self._requests[request.request_id]
@@ -185,7 +197,7 @@ class Pressure(SchedulerHooks):
             lacking = lacking - (freed[age, level] - freed[age, now])
             chosen[request.request_id] = request, level, freed[age, level]
             self._add_steps(steps, levelled, freed, age, level)
-        return list(chosen.values())
+        return list(chosen.values()), bool((lacking <= 0).all())
 
     @staticmethod
     def _add_steps(
