@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lab.cost.model import step_parameters
 from vllm_pyramid.tools.bench.shapes import SHAPES, write_model
 
 pytestmark = pytest.mark.cpu
@@ -131,7 +132,7 @@ def test_sizes_by_files_and_by_the_configuration(weights: Any, tmp_path: Path) -
 
     write_model(SMALL, tmp_path)
     config = EngineArgs(str(tmp_path)).create_model_config()
-    own = SMALL.step_parameters + SMALL.hidden * SMALL.vocabulary
+    own = step_parameters(SMALL) + SMALL.hidden * SMALL.vocabulary
     assert weights.float32_bytes(config) == 4 * own
     for name in ("a.bin", "a.safetensors", "b.safetensors", "consolidated.safetensors"):
         with (tmp_path / name).open("wb") as file:
