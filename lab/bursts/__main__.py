@@ -4,8 +4,8 @@
     requests of a burst   load x CAPACITY, all at once; the next burst comes when the last has ended
     the pool              CAPACITY requests with prompt and answer, whole
 
-Arrival times are made. Prompts are slices of this repository's pages. Each pair of a variant and a
-load runs in a process of its own, in turns; every figure is of one process. `stock` is vLLM without
+Arrival times are made. Prompts are slices of this repository's pages. Each variant
+runs at each load in its own process, one after another. `stock` is vLLM without
 the plugin, `full` the plugin without eviction; `always` and `pressure` evict to the same budget.
 """
 
@@ -47,7 +47,7 @@ def prompts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
 
 
 def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]:
-    """Serve all bursts with one engine of this process, and return what was measured."""
+    """Serve all bursts with one engine in this process; return the measurements."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 

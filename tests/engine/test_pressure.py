@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from vllm_pyramid.plan import LevelPlan
+from vllm_pyramid.worker.late_evictions import _lost
 
 pytestmark = pytest.mark.engine
 
@@ -226,3 +228,15 @@ def test_what_others_share_is_left_alone(
     assert alone and min(alone) >= 40
     assert first.token_ids[:40] == exact[0].token_ids[:40]
     engine.check_whole()
+
+
+def test_tokens_worth_nothing_are_no_loss() -> None:
+    """Scores of -inf are allowed; what they lose must be a number that JSON has."""
+    scores = torch.tensor([[[9.0, -torch.inf, 1.0, 3.0, torch.nan]]])
+    marks = torch.tensor([[[2, 0, 1, 2, 2]]], dtype=torch.uint8)
+    batch = SimpleNamespace(policy=SimpleNamespace(sinks=0, window=1), lens=torch.tensor([5]))
+    assert _lost(batch, scores, marks, 2).tolist() == [[0.0, 0.0]]  # the lowest counts as 0
+    marks[0, 0, 3] = 1
+    assert _lost(batch, scores, marks, 2).tolist() == [[0.0, pytest.approx(0.2)]]
+    nothing = torch.full_like(scores, -torch.inf)
+    assert _lost(batch, nothing, marks, 2).tolist() == [[0.0, 0.0]]

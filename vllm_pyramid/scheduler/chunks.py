@@ -7,6 +7,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.orders import OrderedBlocks
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
@@ -46,13 +47,18 @@ class Chunks:
         self._pool_may_be_smaller = policy.inner_policy is not None or policy.schedule.every > 0
         self._evicting: list[Request] = []
         self._pressure = pressure
-        self._may_wait = False  # in this step, for blocks that orders free
+        # In this step: the blocks of orders, while some are under way; and whether a running
+        # request may wait for them.
+        self._ordered: OrderedBlocks | None = None
+        self._may_wait = False
         self.admitted: Request | None = None
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._evicting = []
         self._may_wait, self.admitted = False, None
+        pressure = self._pressure
+        self._ordered = pressure.blocks if pressure is not None and pressure.is_pending else None
 
     def evicting(self, scheduled: dict[str, int]) -> list[Request]:
         """Return the requests that come to their first eviction in the step just scheduled."""
@@ -77,11 +83,10 @@ class Chunks:
         if not tokens:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
-        if self._pressure is not None and not waits:
-            if self._may_wait and self._pressure.blocks.lacks(request, computed + tokens):
+        if self._ordered is not None and not waits:
+            if self._may_wait and self._ordered.lacks(request, computed + tokens):
                 return 0  # an order frees some; vLLM would preempt another request
-            # Not all of them: a step without tokens reports nothing.
-            self._may_wait = self._pressure.is_pending
+            self._may_wait = True  # not the first: a step without tokens reports nothing
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
             return self._stock_chunk(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator

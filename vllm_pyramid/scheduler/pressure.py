@@ -177,8 +177,11 @@ class Pressure(SchedulerHooks):
         freed: dict[tuple[int, int], Numbers] = {}
         for age, request in enumerate(running):
             levelled = self._requests.get(request.request_id)
+            processed = request.num_computed_tokens - request.num_in_flight_tokens
             if levelled is None or levelled.pending is not None:
                 continue
+            if processed < request.num_prompt_tokens:
+                continue  # the losses are of before a preemption
             now = levelled.levels[-1] if levelled.levels else -1
             freed[age, now] = np.zeros(len(stages), np.int64)
             for level in range(now + 1, len(levelled.plan.levels)):

@@ -222,14 +222,14 @@ def _lost(
     """Return the share of the scores that each level loses, `[S, levels]`, a mean over KV heads.
 
     Scores count from the lowest of their head on, without the first `sinks` and last `window`
-    tokens, which stay in any case.
+    tokens, which stay in any case, and without those of -inf, which are worth nothing.
     """
     columns = torch.arange(min(scores.shape[2], marks.shape[2]), device=scores.device)
     counts = (columns >= batch.policy.sinks) & (
         columns < (batch.lens - batch.policy.window)[:, None]
     )
-    counts = counts[:, None]
     scores, marks = scores[:, :, : len(columns)], marks[:, :, : len(columns)]
+    counts = counts[:, None] & (scores > -torch.inf)
     lowest = scores.masked_fill(~counts, torch.inf).amin(dim=2, keepdim=True)
     scores = (scores - lowest).masked_fill_(~counts, 0.0)
     total = scores.sum(dim=2).clamp_(min=1e-30)
