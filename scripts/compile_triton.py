@@ -259,6 +259,8 @@ def call_everything(case: Case) -> None:
     triton_ops.window_scores(prompts, softmax, reduction, log_sum_exp=lse)
     kept = triton_ops.select(scores, lens, keeps, window=case.window, sinks=4)
     triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
+    triton_ops.copy_blocks(key_cache, value_cache, ints(0, 1), ints(2, 3))
+    triton_ops.unrankable(scores, ints(4, 4), lens - case.window)
     if case.dtype != torch.float32:
         fp8 = torch.zeros(4, heads, block, size, dtype=torch.float8_e4m3fn)
         triton_ops.compact(fp8, fp8.clone(), table, kept, lens, keeps)

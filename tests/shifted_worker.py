@@ -26,6 +26,7 @@ from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.layer_context import LayerContext, own_inputs
 from vllm_pyramid.attention.per_head.context import HeadContext
 from vllm_pyramid.attention.per_head.layout import HeadTableLayout
+from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.attention.table_layout import TableLayout
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
@@ -38,6 +39,7 @@ from vllm_pyramid.step.attention_inputs import CacheWrite
 from vllm_pyramid.step.failures import Failure
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
 from vllm_pyramid.step.rotary import Rotary
+from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 from vllm_pyramid.worker.step_tables import StepTables
 
@@ -161,6 +163,9 @@ class Worker:
     Args:
         prompts: their lengths by name. answer: tokens that may follow them.
         copies: whether the device has a memory of its own, and a stream for copies.
+        at_step_end: whether all layers are evicted at a step's end, where the policy allows it.
+        traces: whether they leave queries for a trace.
+        spare: blocks that no request has. layers: None: as many as the policy needs.
         more: makes hooks that work in addition to the policy's.
 
     Attributes:
@@ -182,12 +187,17 @@ class Worker:
         *,
         copies: bool = True,
         graphs: bool = False,
+        at_step_end: bool = False,
+        traces: bool = False,
+        spare: int = 0,
+        layers: int | None = None,
         more: Sequence[Callable[[WorkerContext], WorkerHooks]] = (),
     ) -> None:
         self.device, self.prompts = device, prompts
         self.ops = kernels(device) if copies else reference
         self.attention = device.launch(vllms_attention) if copies else vllms_attention
-        self.layers = 4 if policy.attends or policy.allocator.thins_prompts else LAYERS
+        needed = 4 if policy.attends or policy.allocator.thins_prompts else LAYERS
+        self.layers = layers or needed
         # KV heads with tables of their own: a block has the tokens of one of them.
         self.lanes = KV_HEADS if policy.heads.splits else 1
         sizes = [
@@ -197,7 +207,9 @@ class Worker:
         self.longest = -(-(max(prompts.values()) + answer) // BLOCK) * BLOCK
         shapes = [(self.lanes * -(-self.longest // size), size) for size in sizes]
         width = max(width for width, _ in shapes)
-        blocks = self.layers * len(prompts) * width + 1
+        used = self.layers * len(prompts) * width + 1
+        blocks = used + spare
+        self.spare = list(range(used, blocks))
         self.tracker = EvictionTracker(
             policy, self.layers * self.lanes, max(sizes), len(prompts) + 1
         )
@@ -252,14 +264,21 @@ class Worker:
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
+        step_end = None
+        if at_step_end:
+            step_end = StepEndEviction.of(
+                *(policy, self.hooks, self.layers * self.lanes),
+                tables_per_layer=self.lanes,
+                traces=traces,
+            )
         make = layout.context_factory()
+        shared = rotary, None, self.shifted, deferred, step_end
         self.contexts = [
-            make(self.tracker, layer, self.hooks, None, rotary, None, self.shifted, deferred)
-            for layer in range(self.layers)
+            make(self.tracker, layer, self.hooks, None, *shared) for layer in range(self.layers)
         ]
-        shape = (self.layers, blocks, KV_HEADS, BLOCK, 2 * SIZE)
+        shape = (blocks, KV_HEADS, BLOCK, 2 * SIZE)  # all layers take their blocks from one cache
         self.cache = torch.randn(shape, generator=self.random)
-        order = torch.randperm(blocks - 1, generator=self.random) + 1  # no request uses block 0
+        order = torch.randperm(used - 1, generator=self.random) + 1  # no request uses block 0
         self.tables = order.int().view(self.layers, len(prompts), width)
         for layer, context in enumerate(self.contexts):
             if not policy.values.on_device(layer):
@@ -275,10 +294,13 @@ class Worker:
         self.calls: list[Any] = []
         self.computed = dict.fromkeys(prompts, 0)
         self.evictions = 0
+        self.evicted: list[Any] = []
+        self.last_evictions: StepEvictions | None = None
+        self.joins = step_end is not None
 
     def kv_cache(self, layer: int) -> torch.Tensor:
         """Return the cache of K and V, `[P, G, N, 2 * D]`, or of K alone, `[P, G, 2 * N, D]`."""
-        cache = self.cache[layer]
+        cache = self.cache
         if not self.tracker.policy.values.on_device(layer):
             cache = cache.view(*cache.shape[:2], 2 * BLOCK, SIZE)
         if self.tracker.policy.heads.splits:
@@ -340,7 +362,14 @@ class Worker:
         maxima = {"max_query_len": most_queries, "max_seq_len": metadata.max_seq_len}
         context.after_attention(replace(call, batch=replace(call.batch, **maxima)), put(out))
 
-    def step(self, scheduled: dict[str, int]) -> None:
+    def step(
+        self, scheduled: dict[str, int], *, spans: Mapping[str, Any] = {}, copies: bool = False
+    ) -> None:
+        """Compute some tokens of each request.
+
+        Args:
+            spans: that stay, by request. copies: whether what evictions overwrite is copied.
+        """
         put, names = self.device.put, list(scheduled)
         columns = [
             np.array([source[name] for name in names], np.int32)
@@ -348,7 +377,14 @@ class Worker:
         ]
         for name in names:
             if not self.computed[name]:
-                self.tracker.add(name, self.prompts[name], None)
+                more = {"kv_keep": spans[name]} if name in spans else None
+                self.tracker.add(name, self.prompts[name], more)
+        if copies:
+            for name in names:
+                point = self.tracker._requests[name].plan.after(1)
+                if self.computed[name] < point.computed <= self.computed[name] + scheduled[name]:
+                    count = int(point.blocks_behind.sum())
+                    self.tracker.copies[name] = [self.spare.pop() for _ in range(count)]
         step = self.tracker.begin_step(names, *columns)
         _, computed, tokens = columns
         rows = len(names)
@@ -434,7 +470,9 @@ class Worker:
                 entered, layout.survivors = entered.index_select(0, layout.survivors), None
         if layout is not None:
             self.survived.append(data_of(entered))
+        self.last_evictions = step.evictions
         evicted, reports = self.tracker.end_step()
+        self.evicted.append(evicted)
         self.failed |= self.tracker.failures.take().wait()
         self.evictions += len(evicted)
         self.reports.append(reports)

@@ -62,6 +62,8 @@ def check_no_requests(module: Any, batch: Any) -> None:
             module.select(scores, none, none, window=8, max_keep=longest)
         kept = torch.zeros(0, key.shape[1], 8, dtype=torch.int32)
         module.compact(key, value, table, kept, none, none, max_keep=longest)
+        module.copy_blocks(key, value, none, none)
+        assert module.unrankable(scores, none, none).shape == (0,)
         start = torch.zeros(1, dtype=torch.int32)
         attention = AttentionBatch(
             query, key, value, table, start, none, none, max_query_len=longest, max_seq_len=longest

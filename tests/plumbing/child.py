@@ -89,6 +89,7 @@ def use_attention_of_cuda(name: str) -> None:
     from vllm.v1.attention.backends import triton_attn
 
     from vllm_pyramid.kernels import reference
+    from vllm_pyramid.worker import layer_binding
 
     write = triton_attn.triton_reshape_and_cache_flash
 
@@ -101,6 +102,8 @@ def use_attention_of_cuda(name: str) -> None:
         names = {"key_scale": float(scales[0]), "value_scale": float(scales[1])}
         reference.reshape_and_cache(key, value, *caches, slots, **names)
 
+    # As on CUDA: all layers are evicted at a step's end.
+    layer_binding.evicts_at_step_end = layer_binding.are_one_memory
     triton_attn.triton_reshape_and_cache_flash = rounded
     write_rows = triton_attn.triton_reshape_and_cache_flash_per_token_head_quant
 

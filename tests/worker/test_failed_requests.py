@@ -34,7 +34,11 @@ CPU = torch.device("cpu")
 
 
 def _run(policy: Policy, device: Any, spoiled: str | None, *, graphs: bool = False) -> Worker:
-    worker = Worker(policy, device, PROMPTS, answer=len(PIECES) + 8, graphs=graphs)
+    worker = Worker(
+        *(policy, device, PROMPTS, len(PIECES) + 8),
+        graphs=graphs,
+        at_step_end=not isinstance(device, Host),
+    )
     worker.spoiled = spoiled
     for scheduled in (PIECES if policy.allocator.thins_prompts else STEPS)[:7]:
         worker.step(scheduled)
@@ -44,8 +48,7 @@ def _run(policy: Policy, device: Any, spoiled: str | None, *, graphs: bool = Fal
 def _blocks(worker: Worker, name: str) -> torch.Tensor:
     """What a request's blocks hold in all layers."""
     row = list(PROMPTS).index(name)
-    pairs = zip(worker.cache, worker.tables[:, row], strict=True)
-    return torch.stack([cache[table.long()] for cache, table in pairs])
+    return worker.cache[worker.tables[:, row].long()]
 
 
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda policy: policy.name)

@@ -88,7 +88,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
     steps = PIECES if thins else STEPS
     with PretendedDevice() as device:
         launch_tables(monkeypatch, device)
-        worker = Worker(policy, device, PROMPTS, answer=len(steps))
+        worker = Worker(policy, device, PROMPTS, answer=len(steps), at_step_end=True)
         for scheduled in steps:
             worker.step(scheduled)
     waits = [line for _, line in device.waits if not line.startswith(SOLVED)]

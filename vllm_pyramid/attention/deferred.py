@@ -34,6 +34,7 @@ from vllm_pyramid.attention.evict import shorten
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.eviction_rows import copy_overwritten, without_query
 from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.hooks import EvictionHooks, MethodHooks
 from vllm_pyramid.step.ranks import Ranks
@@ -138,10 +139,7 @@ class DeferredEviction:
             scores = torch.zeros(
                 len(group), inputs.key_cache.shape[1], columns, device=inputs.query.device
             )
-        # The queries of all layers together would be as large as the cache.
-        no_query = replace(inputs.batch, query=inputs.query[:0])
-        waiting = replace(batch, call=replace(inputs, batch=no_query, log_sum_exp=None))
-        return ScoredLayer(waiting, scores, evidence, mass)
+        return ScoredLayer(replace(batch, call=without_query(inputs)), scores, evidence, mass)
 
     def _scores(self, batch: EvictionBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores without columns of the window, and what they say about the lengths."""
@@ -206,7 +204,8 @@ class DeferredEviction:
         host_keeps = np.ascontiguousarray(evictions.kept_lens[decided, group])
         keeps = upload(host_keeps, layers[0].scores.device)
         for layer, waiting in enumerate(layers):
-            evictions.copy_blocks(waiting.batch.call, group.tolist(), self.hooks.copy_blocks)
+            calls, own = [waiting.batch.call], group.tolist()
+            copy_overwritten(evictions, calls, own, self.hooks.copy_blocks)
             batch = replace(waiting.batch, keeps=keeps[layer], host_keeps=host_keeps[layer])
             if not (batch.host_keeps < batch.host_lens).any():
                 continue

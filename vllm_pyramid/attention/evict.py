@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.hooks import MethodHooks
+from vllm_pyramid.step.eviction_rows import copy_overwritten
+from vllm_pyramid.step.hooks import EvictionHooks, MethodHooks
 from vllm_pyramid.step.score_check import ranked
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
@@ -23,6 +26,7 @@ def evict_layer(
     evictions: StepEvictions,
     hooks: MethodHooks = _NO_HOOKS,
     trace: TraceWriter | None = None,
+    only: npt.NDArray[np.int64] | None = None,
 ) -> None:
     """Move the survivors of every request that evicts in this step to the tail of its range.
 
@@ -34,27 +38,45 @@ def evict_layer(
 
     Args:
         hooks: of the policy's methods: one of them may have gathered scores.
+        only: indices of the requests that are evicted from here; None: all of the step.
     """
-    evictions.copy_blocks(inputs, evictions.decided, hooks.copy_blocks)
-    shortened = evictions.shortened(inputs.layer)
+    decided, shortened = evictions.decided, evictions.shortened(inputs.layer)
+    if only is not None:
+        decided = np.intersect1d(decided, only).tolist()
+        shortened = np.intersect1d(shortened, only)
+    copy_overwritten(evictions, [inputs], decided, hooks.copy_blocks)
     inside = evictions.inside_prompt[shortened]
     for chooses, scorer, chosen in (
         (policy, hooks.scorer, shortened[~inside]),
         (policy.inner_policy or policy, hooks.scorer_inside, shortened[inside]),
     ):
-        asks = chooses.scorer.asks_ranks or (scorer is not None and scorer.asks_ranks)
         for piece in evictions.pieces(inputs, chosen):
-            batch = evictions.batch(inputs, chooses, piece)
-            try:
-                scores = scorer.score(batch) if scorer is not None else None
-                if scores is None:
-                    scores = chooses.scorer.scores(batch)
-                if (found := ranked(batch, scores)) is not None:
-                    mass = window_mass(found[0]) if trace is not None else None
-                    shorten(*found, hooks, trace, mass)
-            except Exception as error:
-                what = f"an eviction of the policy {chooses.name!r}"
-                evictions.failures.blame(batch.request_ids, what, error, peers_wait=asks)
+            evict_batch(evictions.batch(inputs, chooses, piece), scorer, hooks, trace)
+
+
+def evict_batch(
+    batch: EvictionBatch,
+    scorer: EvictionHooks | None,
+    hooks: MethodHooks,
+    trace: TraceWriter | None,
+) -> None:
+    """Score, select and compact the requests of a batch.
+
+    Args:
+        scorer: of the hooks, the one that may have scores; None: the policy's scorer scores.
+    """
+    policy = batch.policy
+    asks = policy.scorer.asks_ranks or (scorer is not None and scorer.asks_ranks)
+    try:
+        scores = scorer.score(batch) if scorer is not None else None
+        if scores is None:
+            scores = policy.scorer.scores(batch)
+        if (found := ranked(batch, scores)) is not None:
+            mass = window_mass(found[0]) if trace is not None else None
+            shorten(*found, hooks, trace, mass)
+    except Exception as error:
+        what = f"an eviction of the policy {policy.name!r}"
+        batch.evictions.failures.blame(batch.request_ids, what, error, peers_wait=asks)
 
 
 def shorten(

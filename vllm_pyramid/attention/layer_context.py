@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +14,7 @@ from vllm_pyramid.attention.cpu_metadata import PyramidCpuMetadata, check_size
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.attention.shifted_tables import DeviceTables
+from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import MethodHooks, WorkerHooks
@@ -53,6 +55,7 @@ class LayerContext:
         shifted: short tables of all layers, on devices whose kernels need them.
         deferred: evictions that wait for the last layer, shared by all layers; None where the
             policy's plans are never deferred.
+        step_end: the same for plans that are decided; None where each layer evicts by itself.
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: V is in the pages.
         has_readers: whether layers above attend to this one's cache; it evicts after the last.
         tables_per_layer: how many numbers a plan has for a layer.
@@ -68,6 +71,7 @@ class LayerContext:
     trace: TraceWriter | None = None
     shifted: DeviceTables | None = None
     deferred: DeferredEviction | None = None
+    step_end: StepEndEviction | None = None
     values: torch.Tensor | None = None
     has_readers: bool = False
     tables_per_layer: int = 1
@@ -161,7 +165,7 @@ class LayerContext:
         self.evict_from(inputs, self.step.evictions)
 
     def evict_from(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
-        """Evict from the layer's table, or keep its inputs for `after_last_reader`."""
+        """Evict from the layer's tables, or keep its inputs for `after_last_reader`."""
         if self.has_readers:
             # The layers in between may use the memory of these queries again.
             batch = replace(inputs.batch, query=inputs.query.clone())
@@ -179,6 +183,18 @@ class LayerContext:
 
     def evict(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
         """Evict from this layer, or from all layers with the last one where that was deferred."""
+        if self.step_end is not None:
+            self.step_end.add_layer(inputs, evictions, self.trace, self.split)
+            return
+        for table in self.split(inputs):
+            self.evict_table(table, evictions)
+
+    def split(self, inputs: AttentionInputs) -> Iterable[AttentionInputs]:
+        """Return the inputs of each of the layer's tables: of its only one."""
+        return (inputs,)
+
+    def evict_table(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
+        """Evict from one table, whose inputs are those of a layer."""
         evict_layer(self.tracker.policy, inputs, evictions, self.hooks, self.trace)
         if self.deferred is not None:
             self.deferred.add_layer(inputs, evictions, self.trace)

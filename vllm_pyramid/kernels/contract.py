@@ -212,3 +212,34 @@ class Ops(SharedOps, Protocol):
             keeps: `[R]` int32.
             max_keep: max(keeps).
         """
+
+    def copy_blocks(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """Copy the rows of K and V in whole blocks to other blocks. Bits are copied, not values.
+
+        Evictions call this for blocks that other requests will find as they were.
+
+        Args:
+            key_cache: `[P, G, N, D]`, written; any element type of 1, 2 or 4 bytes.
+            value_cache: as `key_cache`, written.
+            sources, targets: `[n]` int32 or int64 block ids. No target is there twice, or among
+                the sources.
+        """
+
+    def unrankable(
+        self, scores: torch.Tensor, firsts: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Return which requests have NaN or +inf among the scores that count: `[R]` bool.
+
+        Every eviction calls this before it selects, on both devices.
+
+        Args:
+            scores: `[R, G, columns]` float32, unit stride in the columns.
+            firsts, ends: `[R]` int32, the columns that count: `firsts[r] .. ends[r] - 1`, as far as
+                they exist.
+        """

@@ -23,12 +23,14 @@ from vllm_pyramid.kernels.reference_shared import shared_attention
 
 __all__ = [
     "compact",
+    "copy_blocks",
     "gather_tokens",
     "of_method",
     "paged_attention",
     "reshape_and_cache",
     "select",
     "shared_attention",
+    "unrankable",
     "window_scores",
     "write_rows",
 ]
@@ -160,3 +162,24 @@ def compact(
         for cache in (key_cache, value_cache):
             rows = cache[table[source // block_size], heads, source % block_size]
             cache[table[target // block_size], heads, target % block_size] = rows
+
+
+def copy_blocks(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+) -> None:
+    """Copy all blocks at once, by way of a copy of the sources."""
+    for cache in (key_cache, value_cache):
+        if cache.dtype in FP8_DTYPES:  # not every device can index those
+            cache = cache.view(torch.uint8)
+        cache[targets] = cache[sources]
+
+
+def unrankable(scores: torch.Tensor, firsts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Compare the highest score of each column, of all heads; NaN is higher than any number."""
+    highest = scores.amax(dim=1)
+    columns = torch.arange(scores.shape[2], device=scores.device)
+    counts = (columns >= firsts[:, None]) & (columns < ends[:, None])
+    return (~(highest < torch.inf) & counts).any(dim=1)

@@ -51,6 +51,7 @@ class ObservationWindowScorer(Scorer):
 
     needs_queries: ClassVar[bool] = True
     attention_mass: ClassVar[bool] = True
+    joins_layers: ClassVar[bool] = True
     kind: Literal["observation_window"] = "observation_window"
     pooling: Literal["avg", "max", "none"] = "avg"
     kernel_size: int = Field(default=5, ge=1, le=1023)

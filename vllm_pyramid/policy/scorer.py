@@ -32,6 +32,7 @@ class Scorer(Component):
             gives of what its head gives.
         scores_sinks: the scores of the first `sinks` tokens say what they are worth, as others do.
         asked: the function that a user's class defines.
+        joins_layers: `scores` takes rows of several layers, see `EvictionBatch.layers`.
         asks_ranks: `score` calls `ScorerInputs.mean_of_heads`, for which tensor-parallel ranks wait
             for one another.
         in_parts: a long request may be scored some KV heads at a time, so that the copies of its
@@ -47,6 +48,7 @@ class Scorer(Component):
     attention_mass: ClassVar[bool] = False
     not_negative: ClassVar[bool] = False
     scores_sinks: ClassVar[bool] = True
+    joins_layers: ClassVar[bool] = False
     asks_ranks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     workspace_bytes: ClassVar[int] = 0
@@ -65,6 +67,18 @@ class Scorer(Component):
     def copies_keys(self) -> bool:
         """Whether requests are scored by `score`, from float32 copies, and not by a kernel."""
         return self.evicts and type(self).scores is Scorer.scores
+
+    def queries_at_step_end(self, policy: Policy) -> int | None:
+        """Return how many of a request's last queries `scores` needs for all layers together.
+
+        None: it scores in each layer, when that has attended. A `score` that looks at no queries
+        may always wait.
+        """
+        if self.asks_ranks or not (self.joins_layers or self.copies_keys):
+            return None
+        if not self.needs_queries:
+            return 0
+        return policy.window if self.joins_layers else None
 
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         """Return the most float32 numbers that `score` has in memory for a key of a KV head.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that one layer shortens, on the device of the attention."""
+"""The requests that layers shorten, on the device of the attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,19 +25,25 @@ if TYPE_CHECKING:
     from vllm_pyramid.step.window_mass import WindowMass
 
 IntArray = npt.NDArray[np.int32]
+# The fields of a batch with a number for each row.
+_ON_HOST = ("shortened", "layers", "host_lens", "host_dead_prefixes", "host_keeps")
+_ON_DEVICE = ("tables", "query_ends", "lens", "dead_prefixes", "keeps")
 
 
 @dataclass(frozen=True)
 class EvictionBatch:
-    """S requests that one layer shortens. Places count from the first entry of `tables`.
+    """S tables that are shortened, each of a request in a layer. Places count from its first entry.
 
-    Tables begin with the first block that the layer holds, in which tokens may have been evicted
-    before.
+    They are of one layer, or of several whose caches are one tensor (`step/eviction_rows.py`): a
+    request then has a row for each layer. Tables begin with the first block that the layer holds,
+    in which tokens may have been evicted before.
 
     Attributes:
-        call: the layer's attention.
+        call: the layer's attention; of several layers the first one's, with the last queries of all
+            requests in all of these layers.
         policy: the engine's policy, or the one that it has for evictions inside prompts.
         evictions: the step's evictions. shortened: `[S]` indices into them.
+        layers: `[S]`, the layer of each row.
         tables: `[S, M]` int32. query_ends: `[S]` int32, one behind a request's last query.
         lens: `[S]` int32, tokens in the tables.
         dead_prefixes: `[S]` int32, the first tokens of the tables, which were evicted before.
@@ -49,6 +55,7 @@ class EvictionBatch:
     policy: Policy
     evictions: StepEvictions
     shortened: npt.NDArray[np.int64]
+    layers: npt.NDArray[np.int64]
     tables: torch.Tensor
     query_ends: torch.Tensor
     lens: torch.Tensor
@@ -78,6 +85,21 @@ class EvictionBatch:
         """The names of the S requests."""
         return [self.evictions.request_ids[index] for index in self.shortened]
 
+    @property
+    def where(self) -> str:
+        """The layers, in words."""
+        first, last = int(self.layers.min()), int(self.layers.max())
+        return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+    def only(self, rows: Sequence[int]) -> EvictionBatch:
+        """Return some rows of the batch."""
+        index = upload(np.array(rows, np.int64), self.tables.device)
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in _ON_HOST},
+            **{name: getattr(self, name)[index] for name in _ON_DEVICE},
+        )
+
     # What stays in any case -----------------------------------------------------------------------
 
     def _protected(self) -> npt.NDArray[np.int32]:
@@ -88,7 +110,7 @@ class EvictionBatch:
             front = max(sinks, leading(self.evictions.keep[self.shortened[index]]))
             result[:, index] = front, window
             if isinstance(plan, EvictionPoint):
-                layer = self.call.layer
+                layer = self.layers[index]
                 result[:, index] = max(front, plan.front[layer]), max(window, plan.recent[layer])
         return result
 
@@ -156,7 +178,7 @@ class EvictionBatch:
             places = kept - self.dead_prefixes[:, None, None]
             for row, index in enumerate(self.shortened.tolist()):
                 held = places[row, :, : self.host_keeps[row]]
-                trace.record(self.evictions, index, self.call.layer, held, recalls[row])
+                trace.record(self.evictions, index, int(self.layers[row]), held, recalls[row])
         return kept
 
     def compact(self, kept: torch.Tensor) -> None:
@@ -174,16 +196,17 @@ class EvictionBatch:
             self.keeps,
             max_keep=self.max_keep,
         )
-        self.evictions.tokens_done[self.shortened] += (
-            self.host_lens - self.host_dead_prefixes - self.host_keeps
-        )
+        moved = self.host_lens - self.host_dead_prefixes - self.host_keeps
+        np.add.at(self.evictions.tokens_done, self.shortened, moved)
 
     # One request at a time ------------------------------------------------------------------------
 
     def scorer_inputs(self, row: int) -> ScorerInputs:
-        """Return request `row` for a scorer."""
+        """Return request `row` for a scorer; without queries in a batch of several layers."""
         call, evictions, index = self.call, self.evictions, int(self.shortened[row])
         end, count = int(evictions.query_ends[index]), int(evictions.query_lens[index])
+        if (layer := int(self.layers[row])) != call.layer:
+            call = replace(call, layer=layer)
         return ScorerInputs.of_request(
             call,
             self.policy,

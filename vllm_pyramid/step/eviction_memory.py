@@ -3,6 +3,7 @@
 
     scores        [S, G, longest]   the requests of a step are evicted in pieces   `pieces`
     float32 K, V  [g, T, D]         a long request is scored g KV heads at a time  `parts_of_heads`
+    last queries  [L, S, Q, H, D]   where all layers are evicted at a step's end   `QUERIES_BYTES`
 
 A single request of the greatest length is the least that fits: its scores, and the copies of two of
 its KV heads. Neither bound changes a result, since requests are evicted one by one, and heads are
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # Of the padded scores of the requests that one layer evicts from together.
 SCORES_BYTES = 16 * 2**20
+# Of the queries that wait for a step's end; one request's may exceed it.
+QUERIES_BYTES = 64 * 2**20
 # Of the copies from which a scorer in PyTorch scores a request.
 COPIES_BYTES = 256 * 2**20
 # What the C++ window scores keep between their passes (csrc/cpu/scores.cpp: kMaxLogitsBytes).
@@ -67,6 +70,24 @@ def pieces(
     return found
 
 
+def queries_at_step_end(policy: Policy, traces: bool) -> int | None:
+    """Return how many of a request's last queries wait for a step's end; None: none can.
+
+    Policies can evict all layers together that ask nothing of a layer's own moment.
+
+    Args:
+        traces: whether kept positions are traced, which looks at queries, too.
+    """
+    parts = [policy] if policy.inner_policy is None else [policy, policy.inner_policy]
+    queries = [part.scorer.queries_at_step_end(part) for part in parts]
+    if not policy.evicts or policy.works_in_every_step or policy.allocator.thins_prompts:
+        return None
+    known = [count for count in queries if count is not None]
+    if len(known) < len(queries):
+        return None
+    return max([*known, *(part.trace_window for part in parts if traces)])
+
+
 def heads_at_once(policy: Policy, num_tokens: int, head_size: int, group: int) -> int:
     """Return of how many KV heads at a time the policy's scorer should have copies.
 
@@ -99,6 +120,7 @@ class EvictionMemory:
         longest: tokens of the longest request. requests: most of them in a step.
         threads: that run kernels on the CPU; 0 elsewhere.
         traces: whether kept positions are traced. gathers: whether pools follow the tokens.
+        at_step_end: whether all layers may be evicted at a step's end.
     """
 
     policy: Policy
@@ -109,6 +131,7 @@ class EvictionMemory:
     threads: int = 0
     traces: bool = False
     gathers: bool = False
+    at_step_end: bool = False
     tables_per_layer: int = 1
 
     @property
@@ -116,7 +139,8 @@ class EvictionMemory:
         """The sum of the parts; 0 for a policy that evicts nothing."""
         if not self.policy.evicts or not self.specs:
             return 0
-        return self.bytes_of_scores() + self.bytes_of_copies() + self.bytes_of_kernels()
+        parts = self.bytes_of_scores() + self.bytes_of_copies() + self.bytes_of_kernels()
+        return parts + self.bytes_of_queries()
 
     def bytes_of_scores(self) -> int:
         """Return the bytes of a piece: its scores, what is selected by them, and its tables."""
@@ -145,6 +169,16 @@ class EvictionMemory:
             found.append(most)
         return max(found) + self.policy.scorer.workspace_bytes
 
+    def bytes_of_queries(self) -> int:
+        """Return the bytes of queries that wait for a step's end, and of their copy as one tensor:
+        at most those of float32."""
+        queries = queries_at_step_end(self.policy, self.traces) if self.at_step_end else None
+        if not queries:
+            return 0
+        size = max(spec.head_size for spec in self.specs)
+        of_each = len(self.specs) * queries * self.num_heads * size * 4
+        return 2 * max(of_each, min(QUERIES_BYTES, self.requests * of_each))
+
     def bytes_of_kernels(self) -> int:
         """Return the bytes of the C++ kernels' scratch, a quarter larger than they ask for."""
         if not self.threads:
@@ -160,10 +194,12 @@ class EvictionMemory:
     def _numbers(self, num_kv_heads: int) -> int:
         """Return the most padded scores of a piece."""
         one = num_kv_heads * self.longest
-        most = SCORES_BYTES // 4
+        most, rows = SCORES_BYTES // 4, self.requests
+        if self.at_step_end:
+            rows *= len(self.specs) * self.tables_per_layer
         if self.policy.allocator.defers:  # all layers have the pieces of the first one
             most = most * num_kv_heads // min(spec.num_kv_heads for spec in self.specs)
-        return min(max(most, one), self.requests * one)
+        return min(max(most, one), rows * one)
 
     def _bytes_of_window(self) -> int:
         """Return the bytes of the window's row statistics, for each padded score.

@@ -25,13 +25,10 @@ def mark_wrong_scores(batch: EvictionBatch, scores: torch.Tensor) -> torch.Tenso
         scores: `[S, G, columns]`.
     """
     policy = batch.policy
-    highest = scores.amax(dim=1)  # of all heads; NaN is higher than any number
-    columns = torch.arange(scores.shape[2], device=scores.device)
     first, end = batch.dead_prefixes + policy.sinks, batch.lens - policy.window
-    counts = (columns >= first[:, None]) & (columns < end[:, None])
-    wrong = (~(highest < torch.inf) & counts).any(dim=1)
+    wrong = batch.call.ops.unrankable(scores, first, end)
     reason = (
-        f"layer {batch.call.layer}: the scorer {policy.scorer.kind!r} gave NaN or infinity, which "
+        f"{batch.where}: the scorer {policy.scorer.kind!r} gave NaN or infinity, which "
         "cannot be ranked"
     )
     batch.evictions.failures.flag(Failure(SCORES, reason), batch.request_ids, wrong)
@@ -49,7 +46,8 @@ def mark_wrong_attention(
     Args:
         rows: `[S, H, D]`, the attention of each request's last query.
     """
-    wrong = ~rows.float().flatten(1).sum(dim=1).isfinite()
+    sums = rows.float().flatten(1).sum(dim=1)
+    wrong = (sums - sums) != 0  # NaN; fewer launches than `isfinite`
     reason = f"layer {layer}: attention is NaN or infinite, so no scores follow from the cache"
     failures.flag(Failure(SCORES, reason), request_ids, wrong)
 
@@ -93,19 +91,16 @@ def ranked(batch: EvictionBatch, scores: torch.Tensor) -> tuple[EvictionBatch, t
     """Return the requests that can be selected from, and their scores; None if there is none.
 
     On the CPU failed requests are left out, and keep what they hold. Elsewhere the host does not
-    know them: their scores are replaced.
+    know them: they are selected from, whatever their scores are.
 
     Args:
         scores: as of `Scorer.scores`.
     """
-    wrong = mark_wrong_scores(batch, scores)
+    mark_wrong_scores(batch, scores)
     if scores.device.type != "cpu":
-        return batch, replaced(scores, wrong, 0.0)
+        return batch, scores
     failed = batch.evictions.failures.of
     rows = [row for row, name in enumerate(batch.request_ids) if name not in failed]
     if len(rows) == len(batch.shortened):
         return batch, scores
-    if not rows:
-        return None
-    shortened = batch.shortened[rows]
-    return batch.evictions.batch(batch.call, batch.policy, shortened), scores[rows]
+    return (batch.only(rows), scores[rows]) if rows else None

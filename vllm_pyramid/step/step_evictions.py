@@ -6,7 +6,7 @@ Shape legend: L layers, E requests that come to an eviction, S of these that one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.kernels.records import FP8_DTYPES
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy.kept_spans import Spans, leading
 from vllm_pyramid.step.attention_inputs import AttentionInputs
@@ -25,7 +24,6 @@ from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.hooks import CacheHooks
 
 IntArray = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
@@ -123,7 +121,6 @@ class StepEvictions:
         # Prompts that are computed in pieces have evicted while the layers ran.
         self._is_done = np.array([plan.in_pieces for plan in plans], bool)
         self._on_device: dict[bytes, _DeviceEvictions] = {}
-        self._copies_on_device: dict[int, torch.Tensor] = {}
         self._masks: dict[bytes, torch.Tensor | None] = {}
 
     def with_points(self, points: Mapping[int, EvictionPoint]) -> StepEvictions:
@@ -156,6 +153,12 @@ class StepEvictions:
         visible = self.points - self.previous_skips[layer]
         waits = self._is_done | self._has_failed
         return np.flatnonzero((self.kept_lens[layer] < visible) & ~waits)
+
+    def shortened_anywhere(self) -> Indices:
+        """Return the indices of the requests that some layer shortens now; see `shortened`."""
+        visible = self.points - self.previous_skips
+        waits = self._is_done | self._has_failed
+        return np.flatnonzero((self.kept_lens < visible).any(axis=0) & ~waits)
 
     def pieces(self, call: AttentionInputs, shortened: Indices) -> list[Indices]:
         """Split the requests `shortened`, `[S]` indices, so that a piece's scores fit into memory.
@@ -201,6 +204,7 @@ class StepEvictions:
             policy,
             self,
             shortened,
+            np.full(len(shortened), layer),
             tables,
             on_device.query_ends,
             on_device.lens[layer],
@@ -245,43 +249,6 @@ class StepEvictions:
                 mask = upload(host, device)
             self._masks[key] = mask
         return self._masks[key]
-
-    def copy_blocks(
-        self, call: AttentionInputs, indices: Iterable[int], pools: Sequence[CacheHooks] = ()
-    ) -> None:
-        """Copy the blocks of a layer that these evictions will overwrite, for other requests.
-
-        Where a layer keeps everything, these are all its blocks: the request goes on with them.
-
-        Args:
-            pools: of methods, which follow their blocks.
-        """
-        if not any(self.copies):
-            return
-        device = call.key_cache.device
-        for index in indices:
-            blocks, plan = self.copies[index], self.plans[index]
-            if not blocks:
-                continue
-            if not isinstance(plan, EvictionPoint) or self.eviction_numbers[index] != 1:
-                raise RuntimeError(
-                    f"request {self.request_ids[index]}: blocks are to be copied before eviction "
-                    f"{self.eviction_numbers[index]}, and only the first one's can be; report this"
-                )
-            if (targets := self._copies_on_device.get(index)) is None:
-                targets = upload(np.array(blocks, np.int64), device)
-                self._copies_on_device[index] = targets
-            count = int(plan.blocks_behind[call.layer])
-            start = int(plan.blocks_behind[: call.layer].sum())
-            end = plan.computed // plan.block_size
-            sources = call.block_table[int(self.rows[index]), end - count : end].long()
-            targets = targets[start : start + count]
-            for cache in call.moved:
-                if cache.dtype in FP8_DTYPES:  # not every device can index those
-                    cache = cache.view(torch.uint8)
-                cache[targets] = cache[sources]
-            for pool in pools:
-                pool.copy_blocks(sources, targets)
 
     def open_plan(self, index: int) -> DeferredPlan:
         """Return a request's plan, whose lengths are to be decided in this step."""

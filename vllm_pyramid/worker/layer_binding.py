@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
+from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.compat.runner import attention_layer, rotary_of_layer
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.rotary import Rotary
@@ -29,6 +30,7 @@ class LayerBinding:
 
     Args:
         config: vLLM's. get_model: returns the loaded model.
+        traces: whether kept positions will be traced.
     """
 
     def __init__(
@@ -39,10 +41,13 @@ class LayerBinding:
         tracker: EvictionTracker,
         tables: StepTables,
         ranks: TensorParallelRanks,
+        *,
+        traces: bool = False,
     ) -> None:
         self.contexts: dict[str, LayerContext] = {}
         self._config, self._get_model, self._layers = config, get_model, layers
         self._tracker, self._tables, self._ranks = tracker, tables, ranks
+        self._traces = traces
 
     def bind(self, attn_groups: Sequence[Sequence[Any]], trace: TraceWriter | None) -> None:
         """Give the metadata builders and attention of every layer that evicts their context.
@@ -56,6 +61,14 @@ class LayerBinding:
         """
         tracker = self._tracker
         deferred = DeferredEviction.of(tracker.policy, tracker.hooks, self._layers.num_tables)
+        caches = [attention_layer(self._config, name).kv_cache for name in self._layers.evicting]
+        step_end = None
+        if evicts_at_step_end(caches):
+            step_end = StepEndEviction.of(
+                *(tracker.policy, tracker.hooks, self._layers.num_tables),
+                tables_per_layer=self._layers.tables_per_layer,
+                traces=self._traces,
+            )
         make = self._layers.layout.context_factory()
         self.contexts = {
             name: make(
@@ -66,6 +79,7 @@ class LayerBinding:
                 rotary_for_scorers(tracker.policy, self._get_model(), name),
                 trace,
                 deferred=deferred,
+                step_end=step_end,
             )
             for name, spec in self._layers.evicting.items()
         }
@@ -136,6 +150,19 @@ class LayerBinding:
             (context, attention_layer(self._config, name))
             for name, context in self.contexts.items()
         ]
+
+
+def evicts_at_step_end(caches: Sequence[torch.Tensor]) -> bool:
+    """Return whether all layers are evicted at a step's end, where their policy allows it.
+
+    That pays where launches are dear, so not on the CPU.
+    """
+    return caches[0].device.type != "cpu" and are_one_memory(caches)
+
+
+def are_one_memory(caches: Sequence[torch.Tensor]) -> bool:
+    """Return whether a block is the same memory in the caches of all layers."""
+    return len({cache.data_ptr() for cache in caches}) == 1
 
 
 def check_attention(name: str, group: Any, impl: Any, tracker: EvictionTracker) -> None:

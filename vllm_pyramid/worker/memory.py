@@ -123,6 +123,7 @@ class WorkerMemory:
                 threads=threads,
                 traces=self._settings.trace is not None,
                 gathers=self._gathers,
+                at_step_end=self._device.type != "cpu",
                 tables_per_layer=self._layers.tables_per_layer,
             )
             for part in parts

@@ -121,7 +121,10 @@ class WorkerRuntime:
         tracker.hooks = MethodHooks(hooks)
         tracker.failures.has_peers = ranks.size > 1 or pipeline.count > 1
         tracker.failures.is_heard_in_evictions = not pipeline.is_last
-        self.binding = LayerBinding(config, get_model, self.layers, tracker, self.tables, ranks)
+        self.binding = LayerBinding(
+            *(config, get_model, self.layers, tracker, self.tables, ranks),
+            traces=settings.trace is not None,
+        )
         self.memory = WorkerMemory(
             config, settings, device, self.layers, tracker.hooks, runner_tables.tensors_per_group
         )

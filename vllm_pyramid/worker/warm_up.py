@@ -21,9 +21,12 @@ from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_rows import padded_width
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.window_mass import window_mass
 
+# Of the blocks that are copied before an eviction: from a table, and from the host.
+INDICES = (torch.int32, torch.int64)
 # No constant of a kernel follows from a length beyond this.
 LONGEST = 4096
 
@@ -58,11 +61,20 @@ def compile_kernels(
         if kind in kinds:
             continue
         kinds.add(kind)
+        calls = [call]
+        if context.step_end is not None:  # whose tables have another width
+            table = call.block_table
+            padded = table.new_zeros(1, padded_width(table.shape[1]))
+            calls.append(replace(call, batch=replace(call.batch, block_table=padded)))
         for part in policies:
             for length in lengths_of(part, max_model_len):
                 # A front that differs from the policy's is selected by other kernels.
                 for front in (0, part.sinks + 1):
-                    _evict(call, part, length, front, context.tracker.num_layers, traces)
+                    for one in calls:
+                        _evict(one, part, length, front, context.tracker.num_layers, traces)
+        if policies:
+            block, target = (torch.zeros(1, dtype=t, device=query.device) for t in INDICES)
+            call.ops.copy_blocks(*call.moved, block, target)
         starts = call.batch.query_start_loc.clamp(max=1)
         single = replace(call.batch, query=query[:1], query_start_loc=starts, max_query_len=1)
         for length in _powers_of_two(1, max_model_len):
@@ -148,6 +160,7 @@ def _evict(
     if traces:
         window_mass(batch)
     scores = policy.scorer.compiled(batch)
+    call.ops.unrankable(scores, batch.dead_prefixes, batch.lens)
     if not front or scores.shape[2] >= length:  # scores without a window know no other front
         batch.compact(batch.select(scores))
     for failure in evictions.failures.of.values():

@@ -20,6 +20,7 @@ from triton.runtime import driver as triton_driver
 
 from tests.kernels.arguments import check_no_requests
 from tests.kernels.every_kernel import contracts_of, shared_triton, triton_ops
+from tests.worker.test_launches import LAUNCHES
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
@@ -78,6 +79,30 @@ def small_batch(queries):
     return AttentionBatch(query, *caches, table, starts, lens, skips, max_query_len=longest)
 
 
+def test_launches_of_an_eviction(launches):
+    """The numbers with which tests/worker/test_launches.py counts."""
+    batch = small_batch([9, 30])
+    lens, ends = batch.seq_lens, batch.query_start_loc[1:]
+    prompts = WindowBatch(batch.query, batch.key_cache, batch.block_table, ends, lens, 8)
+    prompts = replace(prompts, max_prompt_len=40)
+    made = {"window_scores": lambda: triton_ops.window_scores(prompts, SOFTMAX, Reduction())}
+    scores, keeps = made["window_scores"](), torch.full_like(lens, 20)
+    kept = triton_ops.select(scores, lens, keeps, window=8, max_keep=20)
+    caches = batch.key_cache, batch.value_cache
+    made |= {
+        "select": lambda: triton_ops.select(scores, lens, keeps, window=8, max_keep=20),
+        "compact": lambda: triton_ops.compact(*caches, batch.block_table, kept, lens, keeps),
+        "copy_blocks": lambda: triton_ops.copy_blocks(*caches, lens[:1] * 0, lens[:1]),
+        "unrankable": lambda: triton_ops.unrankable(scores, lens * 0, lens),
+    }
+    for name, call in made.items():
+        launches.clear()
+        with Recorder() as recorder:
+            call()
+        assert len(launches) + recorder.names.count("any") == LAUNCHES[name], name
+        assert set(recorder.names) <= {"any", "empty", "empty_like", "mul", "slice", "view"}, name
+
+
 def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
     batch = small_batch([1, 1])
     out = torch.empty_like(batch.query)
@@ -123,6 +148,8 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
         scores = triton_ops.window_scores(prompts, SOFTMAX, Reduction())
         kept = triton_ops.select(scores, lens, keeps, window=8, max_keep=20)
         triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
+        triton_ops.copy_blocks(key_cache, value_cache, lens[:1] * 0, lens[:1])
+        triton_ops.unrankable(scores, skips, lens)
         triton_ops.shift_block_tables_(table[None], skips[None], 16, num_columns=3)
         triton_ops.effective_lens(lens.clone(), lens, skips)
     assert "_local_scalar_dense" not in recorder.names

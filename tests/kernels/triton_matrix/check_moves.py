@@ -97,6 +97,39 @@ def test_compact_beyond_32_bit_offsets(make_huge, ints, device):
     assert torch.equal(value, data)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_size"),
+    [(torch.bfloat16, 128, 16), (torch.float32, 80, 24), (torch.float8_e4m3fn, 256, 64)],
+)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_copy_blocks(device, dtype, head_size, block_size, index):
+    """Rows of a joint pool: K and V of two blocks arrive, and nothing else changes."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (6, 3, block_size, 2 * head_size * dtype.itemsize)
+    pool = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device)
+    wanted, whole = pool.clone(), pool.view(dtype)
+    sources, targets = (torch.tensor(x, dtype=index, device=device) for x in ([4, 0], [1, 5]))
+    caches = whole[..., :head_size], whole[..., head_size:]
+    triton_ops.copy_blocks(*caches, sources, targets)
+    wanted[targets.long()] = wanted[sources.long()]
+    assert torch.equal(pool, wanted)
+    triton_ops.copy_blocks(*caches, sources[:0], targets[:0])  # nothing to copy
+    assert torch.equal(pool, wanted)
+    with pytest.raises(ValueError, match="sources and targets"):
+        triton_ops.copy_blocks(*caches, sources, targets[:1])
+
+
+def test_copy_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+    flat = make_huge(3 * 2**30 + 4096, torch.uint8)
+    pool = flat.as_strided((4, 2, 16, 64), (2**30, 16 * 64, 64, 1))
+    data = torch.randint(0, 256, pool.shape, dtype=torch.uint8).to(device)
+    pool.copy_(data)
+    data[3] = data[1]
+    data[0] = data[2]
+    triton_ops.copy_blocks(pool, torch.empty_like(data), ints([1, 2]), ints([3, 0]))
+    assert torch.equal(pool, data)
+
+
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype", "num_kv_heads", "head_size"),

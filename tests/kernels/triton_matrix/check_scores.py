@@ -197,3 +197,23 @@ def test_select_over_several_tiles_and_wider_maximum(ints, device):
     assert (actual[..., 2000:] == -1).all()
     with pytest.raises(ValueError, match="float64"):
         triton_ops.select(scores.double(), *arguments[1:], window=32)
+
+
+def test_unrankable(ints, device):
+    """NaN and +inf among the scores that count, of any head and tile; -inf is a score."""
+    scores = torch.randn(7, 3, 2100, generator=torch.Generator().manual_seed(3)).to(device)
+    scores[0, 1, 5] = math.nan
+    scores[1, 2, 2099] = math.inf
+    scores[2, 0, 3] = math.nan  # before the first that counts
+    scores[3, 0, 2050] = math.inf  # behind the last
+    scores[4, 0, 100] = -math.inf
+    scores[5, 2, 1024] = -math.nan
+    firsts, ends = ints([4, 0, 4, 0, 0, 4, -3]), ints([2100, 9000, 2100, 2050, 2100, 1025, 0])
+    wide = torch.full((7, 3, 2200), math.nan, device=device)
+    wide[..., 40:2140] = scores
+    for some in (scores, wide[..., 40:2140]):
+        wanted = reference.unrankable(some, firsts, ends)
+        assert wanted.tolist() == [True, True, False, False, False, True, False]
+        assert torch.equal(triton_ops.unrankable(some, firsts, ends), wanted)
+    with pytest.raises(ValueError, match="float32"):
+        triton_ops.unrankable(scores.double(), firsts, ends)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +17,6 @@ from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.attention.per_head.lane_tables import LaneTables
 from vllm_pyramid.attention.per_head.lanes import HeadLanes
 from vllm_pyramid.step.attention_inputs import AttentionInputs
-from vllm_pyramid.step.step_evictions import StepEvictions
 
 
 @dataclass
@@ -130,7 +130,6 @@ class HeadContext(LayerContext):
             out.index_copy_(0, order, written)
         return output
 
-    def evict_from(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
-        """Evict from each lane as from a layer of one KV head."""
-        for lane in self.lanes.split(inputs):
-            self.evict(lane, evictions)
+    def split(self, inputs: AttentionInputs) -> Iterable[AttentionInputs]:
+        """Return the inputs of each lane, as of a layer of one KV head."""
+        return self.lanes.split(inputs)

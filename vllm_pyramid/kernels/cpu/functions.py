@@ -24,11 +24,16 @@ from vllm_pyramid.kernels.cpu.eviction import (
 )
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
 from vllm_pyramid.kernels.of_methods import of_back_end
-from vllm_pyramid.kernels.reference import write_rows  # not used on the CPU
+from vllm_pyramid.kernels.reference import (
+    copy_blocks,
+    unrankable,
+    write_rows,  # not used on the CPU
+)
 
 __all__ = [
     "available",
     "compact",
+    "copy_blocks",
     "current_isa",
     "load_error",
     "of_method",
@@ -37,6 +42,7 @@ __all__ = [
     "select",
     "set_isa",
     "shared_attention",
+    "unrankable",
     "window_scores",
     "write_rows",
 ]

@@ -16,13 +16,19 @@ from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
-from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
+from vllm_pyramid.kernels.triton.checks import (
+    check_cache,
+    check_scores,
+    check_table,
+    check_unit_stride,
+)
 from vllm_pyramid.kernels.triton.move import (
     compact_kernel,
+    copy_blocks_kernel,
     reshape_and_cache_kernel,
     write_rows_kernel,
 )
-from vllm_pyramid.kernels.triton.select import select_kernel
+from vllm_pyramid.kernels.triton.select import select_kernel, unrankable_kernel
 from vllm_pyramid.kernels.triton.tables import effective_lens, shift_block_tables_
 from vllm_pyramid.kernels.triton.tiles import Workspace
 from vllm_pyramid.kernels.triton.window_scores_launch import (
@@ -32,6 +38,7 @@ from vllm_pyramid.kernels.triton.window_scores_launch import (
 __all__ = [
     "Workspace",
     "compact",
+    "copy_blocks",
     "effective_lens",
     "of_method",
     "paged_attention",
@@ -39,6 +46,7 @@ __all__ = [
     "select",
     "shared_attention",
     "shift_block_tables_",
+    "unrankable",
     "window_scores",
     "write_rows",
 ]
@@ -145,11 +153,7 @@ def select(
     max_keep: int | None = None,
 ) -> torch.Tensor:
     """Select with one program for each request and KV head, into `max_keep` columns."""
-    if scores.dtype != torch.float32 or scores.dim() != 3 or scores.stride(2) != 1:
-        raise ValueError(
-            f"scores must be float32 [R, G, n] with unit stride, got {scores.dtype} "
-            f"{tuple(scores.shape)} with strides {scores.stride()}"
-        )
+    check_scores(scores)
     num_requests, num_kv_heads = scores.shape[:2]
     check_some_requests(num_requests)
     if max_keep is None:
@@ -186,15 +190,8 @@ def compact(
 ) -> None:
     """Move the rows as integers of 1, 2 or 4 bytes; `max_keep` is not used."""
     del max_keep
+    key_cache, value_cache = _as_bits(key_cache, value_cache)
     element_size = key_cache.element_size()
-    if element_size not in BITS_OF_SIZE or value_cache.element_size() != element_size:
-        raise ValueError(
-            f"compact moves caches of 1, 2 or 4 bytes an element, both alike; got "
-            f"{key_cache.dtype} and {value_cache.dtype}"
-        )
-    bits = BITS_OF_SIZE[element_size]
-    key_cache, value_cache = key_cache.view(bits), value_cache.view(bits)
-    check_cache(key_cache, value_cache, dtypes=(bits,))
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     num_requests = prompt_lens.shape[0]
     check_table(block_table, num_requests)
@@ -221,3 +218,73 @@ def compact(
         BLOCK_SIZE=block_size,
         num_warps=4,
     )
+
+
+def copy_blocks(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+) -> None:
+    """Copy the rows as integers of 1, 2 or 4 bytes, in one launch without scratch memory."""
+    key_cache, value_cache = _as_bits(key_cache, value_cache)
+    num_kv_heads, block_size, head_size = key_cache.shape[1:]
+    if sources.shape != targets.shape or sources.dim() != 1:
+        raise ValueError(
+            f"sources and targets must both be [n] block ids, got {tuple(sources.shape)} and "
+            f"{tuple(targets.shape)}"
+        )
+    check_unit_stride("sources", sources)
+    check_unit_stride("targets", targets)
+    if not len(sources):
+        return
+    block_d = triton.next_power_of_2(head_size)
+    copy_blocks_kernel[(len(sources), num_kv_heads, 2)](
+        key_cache,
+        value_cache,
+        sources,
+        targets,
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        HEAD_SIZE=head_size,
+        BLOCK_D=block_d,
+        BLOCK_ROWS=min(triton.next_power_of_2(block_size), max(1, 4096 // block_d)),
+        BLOCK_SIZE=block_size,
+        num_warps=4,
+    )
+
+
+def unrankable(scores: torch.Tensor, firsts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Look with one program for each request and KV head, then join the heads."""
+    check_scores(scores)
+    num_requests, num_kv_heads, num_columns = scores.shape
+    wrong = torch.empty(num_requests, num_kv_heads, dtype=torch.bool, device=scores.device)
+    if wrong.numel():
+        unrankable_kernel[(wrong.numel(),)](
+            wrong,
+            scores,
+            firsts,
+            ends,
+            num_columns,
+            *scores.stride()[:2],
+            NUM_KV_HEADS=num_kv_heads,
+            BLOCK=1024,
+            num_warps=4,
+        )
+    return wrong.any(dim=1)
+
+
+def _as_bits(
+    key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the caches as integers: bits are moved, not values."""
+    element_size = key_cache.element_size()
+    if element_size not in BITS_OF_SIZE or value_cache.element_size() != element_size:
+        raise ValueError(
+            f"caches of 1, 2 or 4 bytes an element are moved, both alike; got "
+            f"{key_cache.dtype} and {value_cache.dtype}"
+        )
+    bits = BITS_OF_SIZE[element_size]
+    key_cache, value_cache = key_cache.view(bits), value_cache.view(bits)
+    check_cache(key_cache, value_cache, dtypes=(bits,))
+    return key_cache, value_cache

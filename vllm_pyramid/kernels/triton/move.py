@@ -81,6 +81,44 @@ def compact_kernel(
         tl.store(cache + target_rows[:, None] + dims[None, :], data, mask=mask)
 
 
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
+def copy_blocks_kernel(
+    key_cache,
+    value_cache,
+    sources,
+    targets,
+    stride_key_block,
+    stride_key_head,
+    stride_key_token,
+    stride_value_block,
+    stride_value_head,
+    stride_value_token,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Copy block `pid 0` of KV head `pid 1`: of K (`pid 2` 0) or of V."""
+    g = tl.program_id(1).to(tl.int64)
+    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
+    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
+    if tl.program_id(2) == 0:
+        cache = key_cache + g * stride_key_head
+        stride_block = stride_key_block.to(tl.int64)
+        stride_token = stride_key_token.to(tl.int64)
+    else:
+        cache = value_cache + g * stride_value_head
+        stride_block = stride_value_block.to(tl.int64)
+        stride_token = stride_value_token.to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    for start in tl.static_range(0, BLOCK_SIZE, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        mask = (rows < BLOCK_SIZE) & (dims < HEAD_SIZE)
+        places = rows * stride_token + dims
+        data = tl.load(cache + source * stride_block + places, mask=mask)
+        tl.store(cache + target * stride_block + places, data, mask=mask)
+
+
 @triton.jit
 def quantised(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
     """Return the bits of x / scale as an 8-bit float: to nearest, ties to even, at most `MOST`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel of `select`: exact top-k of ragged rows, one program for each request and KV head.
+"""Triton kernels of `select`: exact top-k of ragged rows, one program for each request and KV head.
 
 A radix search over the order-preserving integers of the floats (four histograms of eight bits each)
 finds the k-th largest score. One ordered sweep then writes the positions with a larger score, and
@@ -125,3 +125,33 @@ def select_kernel(
         place = start + offsets
         positions = tl.where(place < keep, length - keep + place, -1)
         tl.store(target + place, positions, mask=place < max_keep)
+
+
+# A slice of a larger tensor begins at any multiple of four bytes.
+@triton.jit(
+    do_not_specialize=["num_columns", "stride_scores_request", "stride_scores_head"],
+    do_not_specialize_on_alignment=["firsts", "ends"],
+)
+def unrankable_kernel(
+    wrong,
+    scores,
+    firsts,
+    ends,
+    num_columns,
+    stride_scores_request,
+    stride_scores_head,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write `wrong[r, g]`: whether NaN or +inf is among the scores that count."""
+    r = tl.program_id(0) // NUM_KV_HEADS
+    g = tl.program_id(0) % NUM_KV_HEADS
+    first = tl.maximum(tl.load(firsts + r), 0)
+    end = tl.minimum(tl.load(ends + r), num_columns)
+    row = scores + r.to(tl.int64) * stride_scores_request + g.to(tl.int64) * stride_scores_head
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(first, end, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        score = tl.load(row + columns, mask=columns < end, other=0.0)
+        found |= tl.where(score < float("inf"), 0, 1)  # NaN is not below anything
+    tl.store(wrong + tl.program_id(0), tl.max(found, 0) > 0)

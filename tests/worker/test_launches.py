@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What evictions launch on a device, in a model of 32 layers: counted, for one prompt and eight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.pretended_device import DeviceTensor, PretendedDevice
+from tests.shifted_worker import Worker, launch_tables
+from vllm_pyramid.policy import Policy, load_policy
+
+pytestmark = pytest.mark.cpu
+
+LAYERS = 32
+# Of each function of the Triton back end (tests/kernels/triton_matrix/check_launch.py).
+LAUNCHES = {"window_scores": 4, "select": 1, "compact": 1, "copy_blocks": 1, "unrankable": 2}
+# What is launched in every step, with evictions or without.
+OF_STEPS = {"reshape_and_cache", "vllms_attention", "shift_block_tables", "effective_lens"}
+OF_STEPS |= {"gather_lanes", "lane_rows", "lane_slots"}
+# Operations of tensors that launch nothing: views, and memory.
+VIEWS = {"_reshape_alias", "alias", "as_strided", "detach", "expand", "permute", "select", "slice"}
+VIEWS |= {"split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
+VIEWS |= {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "unfold"}
+
+
+class CountingDevice(PretendedDevice):
+    """Counts what is launched while `counts` is not None."""
+
+    counts: Counter[str] | None = None
+
+    def launch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        launched, name = super().launch(function), function.__name__.replace("_reference", "")
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.counts is not None and name.rstrip("_") not in OF_STEPS:
+                self.counts[name] += LAUNCHES[name]
+            return launched(*args, **kwargs)
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.overloadpacket.__name__
+        if self.counts is not None and isinstance(result, DeviceTensor) and name not in VIEWS:
+            self.counts[name] += 1
+        return result
+
+
+def _launches(
+    policy: Policy, prompts: int, monkeypatch: pytest.MonkeyPatch, *, at_step_end: bool = True
+) -> Counter[str]:
+    """Return what a step with the ends of prompts launches more than one without."""
+    lens = {f"p{i}": 90 + 3 * i for i in range(prompts)}
+    counts = []
+    for served in (load_policy("full"), policy):
+        with CountingDevice() as device:
+            launch_tables(monkeypatch, device)
+            more: dict[str, Any] = {"layers": LAYERS, "spare": LAYERS * 64}
+            worker = Worker(served, device, lens, at_step_end=at_step_end, **more)
+            device.counts = Counter()
+            worker.step(lens, copies=served.evicts)
+            counts.append(device.counts)
+        monkeypatch.undo()
+        assert device.waits == [] and worker.failed == {}
+        assert worker.evictions == (prompts if served.evicts else 0)
+    return counts[1] - counts[0]
+
+
+POLICIES = {
+    "snapkv": load_policy("snapkv", "40", args={"window": 16}),
+    "pyramidkv": load_policy("pyramidkv", "40", args={"window": 8}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("prompts", "most"), [(1, 60), (8, 80)])
+def test_launches_of_prompts_that_end(
+    name: str, prompts: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 60 for one prompt, of which 32 copy queries; at most 80 for eight."""
+    counts = _launches(POLICIES[name], prompts, monkeypatch)
+    print(dict(counts))
+    assert counts["index_select"] >= LAYERS and counts["compact"] >= 1
+    assert counts["copy_blocks"] == 1
+    assert LAYERS < counts.total() <= most
+
+
+def test_layer_by_layer_launches_many_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = _launches(POLICIES["snapkv"], 1, monkeypatch, at_step_end=False)
+    assert counts["compact"] == LAYERS and counts.total() > 400
