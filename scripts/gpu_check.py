@@ -19,15 +19,17 @@ Stages (each in a process of its own, with a time limit):
 - host-values, host-values-sync: the same for `kcache` and for survivors whose V is in host memory;
 - throughput-*, decode-*: `vllm-pyramid bench throughput` on the shape of Llama 3 8B with random
   weights: stock vLLM and policies side by side in the same amount of cache, `auto` with prompts of
-  1k and 8k tokens, `pyramidkv` with 8k and 32k, with 8-bit caches, `select` with 8k to 128k. What
-  runs at once is less on a card of 78 GiB than on one of 120 and more;
-- http*: the same shape behind two servers with vLLM's defaults (scripts/gpu_http.py).
+  1k and 8k tokens, `pyramidkv` with 8k and 32k, `select` with 8k to 128k. What runs at once is less
+  on a card of 78 GiB than on one of 120 and more;
+- http: the same shape behind two servers with vLLM's defaults (scripts/gpu_http.py);
+- fp8-*: the two with 8-bit caches.
 
 A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
 reason; a stage that fails ends no other. At the end there is one table, and the exit status is 1 if
-any failed. With `--only`, the stages that FILE already holds from the same device and commit are
-kept, so a run may be cut into several; `--missing` leaves out those of them that passed. With `--jobs`, stages that take no times run beside each
-other, and the others alone after them; PYTEST_ADDOPTS="-n 4" splits the numerics among processes.
+any failed. With `--only` and `--missing` (those alone that have not passed), the stages that FILE
+already holds from the same device and commit are kept, so a run may be cut into several. With
+`--jobs`, stages that take no times run beside each other, and the others alone after them;
+PYTEST_ADDOPTS="-n 4" splits the numerics among processes.
 
 Most stages have run on one H200 (lab/results/h200.md).
 """
@@ -220,6 +222,8 @@ def run_stages(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+# What stages that measure speed compare: over HTTP, in decode windows, in whole jobs.
+RATIOS = ("speed_ratio", "decode_ratio", "output_ratio")
 # What of a stage's result goes into the table: the path of a number, what it is.
 FIGURES = {
     "numerics": (("tests", "check_attention"), "tests of attention"),
@@ -237,7 +241,9 @@ def figure(name: str, entry: dict[str, Any]) -> str:
     if entry["status"] != "passed":
         return str(entry["reason"]).splitlines()[0][:60]
     if (wanted := FIGURES.get(name.split("-")[0])) is None:
-        return "see the JSON"
+        last = entry["result"]["rows"][-1]
+        ratio = next(last[key] for key in RATIOS if last.get(key) is not None)
+        return f"{last.get('variant') or last['policy']}: {ratio:.3g} of the first's speed"
     found: Any = entry["result"]
     for key in wanted[0]:
         found = found[key]

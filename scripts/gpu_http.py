@@ -8,7 +8,7 @@ A job is PROMPT:OUTPUT:REQUESTS, in tokens: all requests come at once, first wit
 streamed, then with whole ones, to one server and then to the other, which is idle meanwhile. The
 servers have vLLM's defaults but for their share of the memory; prompts are random tokens, each in
 one request only. FILE gets a row for each server, job and kind of answer, after each: seconds to
-the first token, between tokens, to the end, and tokens a second.
+the first token, between tokens, to the end, tokens a second, and their ratio to the first server's.
 """
 
 from __future__ import annotations
@@ -85,18 +85,15 @@ class Answer:
         self.report = data.get("kv_transfer_params") or self.report
 
 
-async def ask(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], tokens: int, stream: bool
-) -> Answer:
+async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
     """Send one request, and wait for its answer.
 
     Raises:
         RuntimeError: the server refuses it, or the answer has another length.
     """
-    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens}
-    body |= {"ignore_eos": True, "temperature": 0, "stream": stream}
+    stream, tokens = body["stream"], body["max_tokens"]
     if stream:  # tokens of random weights have no text, and would be sent late without their ids
-        body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
+        body = body | {"stream_options": {"include_usage": True}, "return_token_ids": True}
     answer, begin = Answer(), time.monotonic()
     async with session.post(f"{url}/v1/completions", json=body) as got:
         if got.status != 200:
@@ -148,10 +145,11 @@ async def measure(url: str, model: str, job: Job, seed: int, stream: bool) -> di
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout
     ) as session:
+        common = {"model": model, "max_tokens": job.output, "stream": stream}
+        common |= {"ignore_eos": True, "temperature": 0}
+        bodies = [common | {"prompt": prompt} for prompt in job.prompts(seed)]
         begin = time.monotonic()
-        answers = await asyncio.gather(
-            *(ask(session, url, model, p, job.output, stream) for p in job.prompts(seed))
-        )
+        answers = await asyncio.gather(*(ask(session, url, body) for body in bodies))
         return summary(list(answers), time.monotonic() - begin)
 
 
@@ -164,7 +162,9 @@ def flags_of(variant: str, budget: str) -> list[str]:
 
 def run(options: argparse.Namespace, model: Path, flags: list[str]) -> dict[str, Any]:
     """Start the servers and give them all jobs in turn; write the rows after each."""
-    result: dict[str, Any] = {"variants": options.variants, "flags": flags, "starts": {}, "rows": []}
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"variants": options.variants, "flags": flags, "starts": {}}
+    result["rows"] = rows
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
         for variant in options.variants:  # one after the other: vLLM measures free memory
@@ -187,11 +187,14 @@ def run(options: argparse.Namespace, model: Path, flags: list[str]) -> dict[str,
         for job in options.jobs:
             for stream in (True, False):
                 seed += 1  # the same prompts for all, and in no prefix cache
+                seconds: dict[str, float] = {}
                 for variant, server in servers.items():
                     row = asyncio.run(measure(server.url, str(model), job, seed, stream))
                     row = {"variant": variant, **vars(job), "streamed": stream, **row}
+                    seconds[variant] = row["seconds"]
+                    row["speed_ratio"] = seconds[options.variants[0]] / row["seconds"]
                     print(json.dumps(row), flush=True)
-                    result["rows"].append(row)
+                    rows.append(row)
                     options.out.write_text(json.dumps(result))
     return result
 

@@ -58,13 +58,13 @@ def plan(weights: Path | None, jobs: int) -> list[Phase]:
     together = "numerics engine thinning sync host"
     phases = [
         Phase("environment", 60, (doctor,), alone=False, always=True),
-        Phase("right", 330, (_check(together, "--jobs", str(jobs)),), alone=False),
+        Phase("right", 300, (_check(together, "--jobs", str(jobs)),), alone=False),
         Phase("kernels", 150, (_check("kernels"),)),
-        Phase("starts", 210, (_check("start"),)),
+        Phase("starts", 180, (_check("start"),)),
         Phase("http", 300, (_check("http"),)),
-        Phase("auto", 150, (_check("throughput-auto"),)),
+        Phase("auto", 120, (_check("throughput-auto"),)),
         Phase("decode", 150, (_check("decode-8k decode-select-32k"),)),
-        Phase("fp8", 90, (_check("throughput-fp8"),)),
+        Phase("fp8", 210, (_check("fp8"),)),
     ]
     if weights is not None:
         http = ("--model", str(weights), "--jobs", "1024:128:64,8192:256:16")
@@ -73,7 +73,7 @@ def plan(weights: Path | None, jobs: int) -> list[Phase]:
         phases.append(
             Phase(
                 "weights",
-                240,
+                180,
                 (
                     (sys.executable, str(ROOT / "scripts" / "gpu_http.py"), *http, *out),
                     (sys.executable, str(ROOT / "lab" / "method_study" / "tables.py"), *study),

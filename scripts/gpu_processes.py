@@ -26,13 +26,14 @@ def signal_group(process_id: int, sign: int) -> None:
         os.killpg(process_id, sign)
 
 
-def end(process: subprocess.Popen[Any], patience: float = PATIENCE) -> None:
+def end(process: subprocess.Popen[Any], patience: float | None = None) -> None:
     """End a process and what it has started, which would keep the device's memory.
 
     A bench's engines and servers are in sessions of their own: it ends them if it is asked to end,
     and could not if it were killed.
     """
-    for sign, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, None)):
+    asked = PATIENCE if patience is None else patience
+    for sign, seconds in ((signal.SIGTERM, asked), (signal.SIGKILL, None)):
         if sign == signal.SIGTERM and process.poll() is not None:
             continue
         signal_group(process.pid, sign)

@@ -165,7 +165,7 @@ BENCHES: tuple[tuple[str, Bench, Bench, tuple[str, ...]], ...] = (
         )
     ),
     (
-        "throughput-fp8-8k",
+        "fp8-throughput-8k",
         Bench("stock@fp8,auto@fp8,pyramidkv@fp8", 8192, 48, 30),
         Bench("stock@fp8,auto@fp8", 8192, 48, 24),
         (),
@@ -212,7 +212,7 @@ def http_stages() -> list[Stage]:
     fp8 = ("--kv-cache-dtype", "fp8")
     return [
         Stage("http", 420, (*http, *long), memory_gib=SMALL, alone=True),
-        Stage("http-fp8", 300, (*http, *short, *fp8), memory_gib=SMALL, alone=True),
+        Stage("fp8-http", 300, (*http, *short, *fp8), memory_gib=SMALL, alone=True),
     ]
 
 
@@ -236,5 +236,3 @@ def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
     if device["memory_gib"] < stage.memory_gib:
         return f"needs {stage.memory_gib} GiB of device memory, this has {device['memory_gib']}"
     return None
-
-

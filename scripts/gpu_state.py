@@ -64,7 +64,8 @@ class State:
         with tarfile.open(packed, "w:gz") as archive:
             for path in sorted(self.folder.rglob("*")):
                 inside = path.relative_to(self.folder)
-                if inside.parts[0] == "home" or any(part.endswith(".cache") for part in inside.parts):
+                folders = inside.parts[:-1]
+                if "home" in folders or any(name.endswith(".cache") for name in folders):
                     continue
                 with contextlib.suppress(OSError):  # of a process that still ends
                     if path.suffix in KEPT and path.stat().st_size <= LARGEST_FILE:
@@ -127,14 +128,13 @@ class Marked:
 
     def start(self, line: list[str] | str, log: Path) -> subprocess.Popen[bytes]:
         """Start one that leads a session; raise OSError if there is no such program."""
-        path = os.environ.get("PYTHONPATH")
-        variables = {MARK: self.value, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with log.open("ab") as stream:
             return subprocess.Popen(
                 line,
                 shell=isinstance(line, str),
                 cwd=ROOT,
-                env=os.environ | variables,
+                env=os.environ | {MARK: self.value, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

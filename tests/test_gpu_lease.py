@@ -103,7 +103,7 @@ def test_a_phase_that_fails_or_hangs_ends_no_other(run: Run, tmp_path: Path) -> 
     assert said.startswith("first: passed after ") and "    7 of 7 passed" in said
     with tarfile.open(home / "logs.tar.gz") as archive:  # before the others have ended
         assert "logs/first.phase.log" in archive.getnames()
-    said = run.wait_for_all()
+    said += run.wait_for_all()
     assert "fails: failed" in said and "exit status 5" in said and "a fault" in said
     assert "hangs: ended at its deadline after 1 s: 1 s are over" in said
     assert run.processes() == []

@@ -93,8 +93,8 @@ class ServedSettings:
     def of_graph(self) -> dict[str, Any]:
         """What a compiled graph of the model depends on, as JSON values.
 
-        vLLM names our backend CUSTOM, whatever kernels it runs, and a back end says whether queries
-        are quantised and the cache is written in the graph. It may say otherwise in another version.
+        vLLM names our backend CUSTOM, whatever kernels it runs. A back end says whether the graph
+        quantises queries and writes the cache, and may say something else in another version.
         """
         parts = [found for part in self.policy.parts if (found := part.of_graph) is not None]
         return {"version": __version__, "backend": self.backend, "parts": parts}
