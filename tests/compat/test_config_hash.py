@@ -118,7 +118,8 @@ def test_what_names_a_measured_cache_and_a_server_has_all_settings(config_of: An
     from vllm.v1.worker import startup_plan
 
     configs = [config_of(kv_policy="pyramidkv", kv_budget=budget) for budget in ("12%", "25%")]
-    assert len({config.compute_hash() for config in configs}) == 1
+    for kept in ({}, {"include_version": False}):
+        assert len({config.compute_hash(**kept) for config in configs}) == 1
     assert len({get_system_fingerprint(config) for config in configs}) == 2
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_device_capability", "get_device_name", "get_device_total_memory"):

@@ -63,21 +63,21 @@ class _Whole:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
 
-    def compute_hash(self) -> str:
-        return _stock_hash(self._config)
+    def compute_hash(self, include_version: bool = True) -> str:
+        return _stock_hash(self._config, include_version)
 
 
 _stock_hash = VllmConfig.compute_hash
 
 
-def _hash_of_graph(self: VllmConfig) -> str:
+def _hash_of_graph(self: VllmConfig, include_version: bool = True) -> str:
     """Return vLLM's hash of a configuration, with that of `of_graph` for the settings."""
     settings = self.additional_config
     if not isinstance(settings, SettingsWithKey):
-        return _stock_hash(self)
+        return _stock_hash(self, include_version)
     narrowed = copy.copy(self)
     narrowed.additional_config = _OfGraph(settings)
-    return _stock_hash(narrowed)
+    return _stock_hash(narrowed, include_version)
 
 
 def _with_whole(function: Any) -> Any:
