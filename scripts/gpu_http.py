@@ -9,6 +9,8 @@ streamed, then with whole ones, to one server and then to the other, which is id
 servers have vLLM's defaults but for their share of the memory; prompts are random tokens, each in
 one request only. FILE gets a row for each server, job and kind of answer, after each: seconds to
 the first token, between tokens, to the end, tokens a second, and their ratio to the first server's.
+With `--profile` PyTorch's profiler records one more job of each server at the end, kernels of the
+device included: FILE's name has folders beside it, with tables and traces.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +41,8 @@ from tests.plumbing.server import Server
 
 LEAST_TOKEN, MOST_TOKEN = 8, 500  # what every tokeniser here has, special tokens left out
 START_SECONDS = 300
-FROM_ITS_OWN_CODE = {"VLLM_PLUGINS": ""}  # stock vLLM
+PROFILED = "1024:24:16"  # a job: some 20 steps of decoding behind a few of prompts
+NO_PLUGINS = {"VLLM_PLUGINS": ""}
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,18 @@ def flags_of(variant: str, budget: str) -> list[str]:
     return ["--kv-policy", variant, *([] if variant == "full" else ["--kv-budget", budget])]
 
 
+def profile_flags(folder: Path) -> list[str]:
+    """Return the flags of a server that can be told to record a profile."""
+    config = {"profiler": "torch", "torch_profiler_dir": str(folder.resolve())}
+    return ["--profiler-config", json.dumps(config | {"torch_profiler_with_stack": False})]
+
+
+def order(server: Server, path: str) -> None:
+    """Send an empty order; raise OSError unless the server obeys."""
+    request = urllib.request.Request(f"{server.url}{path}", method="POST")
+    urllib.request.urlopen(request, timeout=START_SECONDS).close()
+
+
 def run(options: argparse.Namespace, model: Path, flags: list[str]) -> dict[str, Any]:
     """Start the servers and give them all jobs in turn; write the rows after each."""
     rows: list[dict[str, Any]] = []
@@ -173,8 +189,9 @@ def run(options: argparse.Namespace, model: Path, flags: list[str]) -> dict[str,
                 model,
                 *flags,
                 *flags_of(variant, options.budget),
+                *(profile_flags(options.out.with_suffix(f".{variant}")) if options.profile else ()),
                 log=options.out.with_suffix(f".{variant}.log"),
-                environment=FROM_ITS_OWN_CODE if variant == "stock" else {},
+                environment=NO_PLUGINS if variant == "stock" else {},
                 fresh=True,
             )
             stack.callback(servers[variant].kill)
@@ -196,13 +213,21 @@ def run(options: argparse.Namespace, model: Path, flags: list[str]) -> dict[str,
                     print(json.dumps(row), flush=True)
                     rows.append(row)
                     options.out.write_text(json.dumps(result))
+        if options.profile:
+            for server in servers.values():
+                order(server, "/start_profile")
+                profiled = Job.parse(PROFILED)
+                asyncio.run(measure(server.url, str(model), profiled, seed + 1, True))
+                order(server, "/stop_profile")
     return result
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return the options and what is for the servers."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # others are the servers'
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", help="of `vllm-pyramid bench`, with random weights")
@@ -213,6 +238,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--jobs", required=True, type=lambda text: [Job.parse(part) for part in text.split(",")]
     )
     parser.add_argument("--share", type=float, help="of the memory for each server")
+    parser.add_argument("--profile", action="store_true", help="one more job of each server")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_known_args()
 

@@ -40,7 +40,16 @@ from typing import Any
 import gpu_phases
 from gpu_phases import Phase
 from gpu_processes import end, exit_when_asked
-from gpu_state import AT_DEADLINE, UNDER_WAY, Marked, State, is_driven, only_one
+from gpu_state import (
+    AT_DEADLINE,
+    UNDER_WAY,
+    Marked,
+    State,
+    adopt_orphans,
+    is_driven,
+    kill_orphans,
+    only_one,
+)
 
 LAST_LINES = 12  # of a phase's log, in the summary
 PATIENCE = 15  # seconds that a phase has to end at its deadline before it is killed
@@ -53,12 +62,12 @@ class Background:
     """The work that goes on beside the phases."""
 
     def __init__(self, state: State) -> None:
-        self._state, self._marked = state, Marked(state.folder, "background")
+        self._state, self.marked = state, Marked(state.folder, "background")
         self._process: subprocess.Popen[bytes] | None = None
-        self._marked.signal(signal.SIGKILL)  # of a run that was killed
+        self.marked.kill()  # of a run that was killed
         command = state.data["background"]
         if command is not None and state.data.get("background_status") != 0:
-            self._process = self._marked.start(command, state.folder / "logs" / "background.log")
+            self._process = self.marked.start(command, state.folder / "logs" / "background.log")
 
     def status(self) -> int | None:
         """Return the exit status; 0 without any work; None while it is under way."""
@@ -72,15 +81,15 @@ class Background:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop its processes meanwhile."""
-        self._marked.signal(signal.SIGSTOP)
+        self.marked.signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._marked.signal(signal.SIGCONT)
+            self.marked.signal(signal.SIGCONT)
 
     def end(self) -> None:
         """End it."""
-        self._marked.signal(signal.SIGKILL)
+        self.marked.kill()
         if self._process is not None:
             self._process.wait()
 
@@ -116,7 +125,7 @@ def run_phase(phase: Phase, state: State, background: Background, limit: float) 
                 return {"status": AT_DEADLINE, "reason": f"{limit:.0f} s are over"}
             finally:
                 end(process, PATIENCE)
-                marked.signal(signal.SIGKILL)  # what it has started and not ended
+                kill_orphans(but=background.marked)  # what it has started and not ended
     return {"status": "failed", "reason": "; ".join(failed)} if failed else {"status": "passed"}
 
 
@@ -125,7 +134,8 @@ def drive(folder: Path) -> int:
     exit_when_asked()
     with only_one(folder, START_SECONDS):
         state = State(folder).read()
-        Marked(folder, "phase").signal(signal.SIGKILL)  # of a run that was killed
+        Marked(folder, "phase").kill()  # of a run that was killed
+        adopt_orphans()
         state.data |= {"pid": os.getpid(), "over": False}
         background, over_at = Background(state), time.time() + 60 * state.data["minutes"]
         try:
@@ -148,13 +158,13 @@ def drive(folder: Path) -> int:
                     entry["last_lines"] = last_lines(folder / "logs" / f"{phase.name}.phase.log")
                     if entry["status"] == UNDER_WAY:
                         entry["status"] = "interrupted"
-                    state.write()
                     state.bring_home()
+                    state.write()  # last: `wait` then brings it
             state.data["over"] = True
         finally:
             background.end()
-            state.write()
             state.bring_home()
+            state.write()
     return 0
 
 

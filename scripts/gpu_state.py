@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -12,15 +13,16 @@ import signal
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "VLLM_PYRAMID_GPU_LEASE"  # an environment variable of all processes of a run
 LARGEST_FILE = 2 << 20  # bytes of a log or result that comes home
-KEPT = {".csv", ".json", ".log", ".md", ".out", ".xml"}
+KEPT = {".csv", ".json", ".log", ".md", ".out", ".txt", ".xml"}
 UNDER_WAY, AT_DEADLINE = "under way", "ended at its deadline"
+_PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 DONE = ("passed", "failed", AT_DEADLINE)
 
 
@@ -57,23 +59,26 @@ class State:
         return [name for name, entry in self.phases.items() if entry["status"] in DONE]
 
     def bring_home(self) -> None:
-        """Write RUN/home: the state, the check's results, the logs."""
-        home = self.folder / "home"
+        """Write RUN/home: the state, the check's results, the logs; each file appears whole."""
+        home, new = self.folder / "home", self.folder / "home.new"
         home.mkdir(exist_ok=True)
-        packed = home / "logs.tar.gz.new"
-        with tarfile.open(packed, "w:gz") as archive:
+        new.mkdir(exist_ok=True)
+        with tarfile.open(new / "logs.tar.gz", "w:gz") as archive:
             for path in sorted(self.folder.rglob("*")):
                 inside = path.relative_to(self.folder)
                 folders = inside.parts[:-1]
-                if "home" in folders or any(name.endswith(".cache") for name in folders):
+                if {"home", "home.new"} & {*folders} or any(
+                    name.endswith(".cache") for name in folders
+                ):
                     continue
                 with contextlib.suppress(OSError):  # of a process that still ends
                     if path.suffix in KEPT and path.stat().st_size <= LARGEST_FILE:
                         archive.add(path, str(inside))
-        packed.replace(home / "logs.tar.gz")
-        for name in ("check.json", "state.json"):
-            if (self.folder / name).exists():
-                shutil.copyfile(self.folder / name, home / name)
+        (new / "state.json").write_text(json.dumps(self.data, indent=1) + "\n")
+        if (self.folder / "check.json").exists():
+            shutil.copyfile(self.folder / "check.json", new / "check.json")
+        for path in new.iterdir():
+            path.replace(home / path.name)
 
 
 @contextlib.contextmanager
@@ -101,30 +106,56 @@ def is_driven(folder: Path) -> bool:
         return True
 
 
+def adopt_orphans() -> None:
+    """Become the parent of processes of this one's family whose parents end."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl: orphans cannot be adopted")
+
+
+def family(roots: set[int]) -> set[int]:
+    """Return processes and all that they have started, as far as their parents are alive."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found, new = set(roots), list(roots)
+    while new:
+        more = [child for child in children.get(new.pop(), ()) if child not in found]
+        found.update(more)
+        new += more
+    return found
+
+
 class Marked:
-    """The processes of one kind of a run, and all that they have started, in whatever session."""
+    """The processes of one kind of a run, and all that they have started, in whatever session.
+
+    They are known by an environment variable, and where they have written over it (as those do that
+    give themselves a title) by their parents.
+    """
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.value = f"{folder.resolve()}:{kind}"
         self._entry = f"{MARK}={self.value}".encode()
 
-    def ids(self) -> list[int]:
+    def ids(self) -> set[int]:
         """Return those that are alive."""
-        found = []
+        found = set()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # another user's, or it has ended
                 if self._entry in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
+                    found.add(int(path.parent.name))
+        return family(found)
 
     def signal(self, sign: signal.Signals) -> None:
         """Send all a signal, until there are no others."""
-        before: set[int] = set()
-        while new := set(self.ids()) - before:
-            for process_id in new:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, sign)
-            before |= new
+        _signal(self.ids, sign)
+
+    def kill(self) -> None:
+        """Kill all, those too whose parents die meanwhile."""
+        self.signal(signal.SIGSTOP)  # none starts others then, and parents stay
+        self.signal(signal.SIGKILL)
 
     def start(self, line: list[str] | str, log: Path) -> subprocess.Popen[bytes]:
         """Start one that leads a session; raise OSError if there is no such program."""
@@ -140,3 +171,26 @@ class Marked:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+
+def kill_orphans(but: Marked) -> None:
+    """Kill all that this process has started or adopted, and that is not `but`."""
+
+    def others() -> set[int]:
+        return family({os.getpid()}) - {os.getpid()} - but.ids()
+
+    for sign in (signal.SIGSTOP, signal.SIGKILL):
+        for process_id in _signal(others, sign):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process_id, os.WNOHANG)
+
+
+def _signal(ids: Callable[[], set[int]], sign: signal.Signals) -> set[int]:
+    """Send a signal to processes, until there are no others; return to which."""
+    before: set[int] = set()
+    while new := ids() - before:
+        for process_id in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, sign)
+        before |= new
+    return before

@@ -21,8 +21,17 @@ pytestmark = pytest.mark.cpu
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_lease.py"
 LOST = 3
-# What is started beside a phase, in a session of its own.
-BESIDE = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+# What is started beside a phase: in a session of its own, and with a title instead of its
+# environment, as engines give themselves one.
+BESIDE = """
+import subprocess
+titled = "import setproctitle, time; setproctitle.setproctitle('a title'); "
+titled += "open('titled', 'a').write(str(__import__('os').getpid()) + ' '); time.sleep(600)"
+for line in (["sleep", "600"], [sys.executable, "-c", titled]):
+    subprocess.Popen(line, start_new_session=True)
+while not os.path.exists("titled") or not open("titled").read().endswith(" "):
+    time.sleep(0.01)
+"""
 
 
 class Run:
@@ -79,6 +88,11 @@ class Run:
                     found.append((path.parent / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
+        titled = self.notes / "titled"
+        for number in titled.read_text().split() if titled.exists() else ():
+            stat = Path(f"/proc/{number}/stat")
+            if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(f"titled {number}")
         return found
 
 
