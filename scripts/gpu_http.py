@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -135,7 +136,7 @@ def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
         row |= {
             "first_s_least": firsts[0],
             "first_s_median": statistics.median(firsts),
-            "first_s_p90": firsts[int(0.9 * (len(firsts) - 1))],
+            "first_s_p90": firsts[math.ceil(0.9 * len(firsts)) - 1],
             "between_s_median": statistics.median(between),
         }
     if (report := answers[0].report) is not None:

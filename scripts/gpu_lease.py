@@ -18,7 +18,8 @@ on with the phases that have not ended, and in them with the stages that have no
 the run was killed; what is left of its processes is ended first.
 
 COMMAND is work that needs no GPU, such as unpacking weights; it is paused while memory or times are
-measured, and phases that need what it makes begin when it has ended.
+measured, and phases that need what it makes begin when it has ended. What the run leaves of it is
+ended, and begins anew with `resume`.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ def drive(folder: Path) -> int:
                 try:
                     entry |= run_phase(phase, state, background, limit)
                 finally:
+                    background.status()  # noted, for `resume`
                     entry["seconds"] = round(time.time() - begin, 1)
                     entry["last_lines"] = last_lines(folder / "logs" / f"{phase.name}.phase.log")
                     if entry["status"] == UNDER_WAY:

@@ -242,7 +242,10 @@ def test_servers_over_http(script: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         http.Job.parse("100:1:2")
     streamed = [http.Answer([1.0, 1.5, 2.0], 3), http.Answer([3.0, 3.2, 3.4], 3)]
     row = http.summary(streamed, 4.0)
-    assert row["first_s_median"] == 2.0 and row["output_tokens_per_s"] == 1.5
+    assert (
+        row["first_s_median"] == 2.0 and row["first_s_p90"] == 3.0 and row["first_s_least"] == 1.0
+    )
+    assert row["output_tokens_per_s"] == 1.5
     assert row["between_s_median"] == pytest.approx(0.35) and row["end_s_largest"] == 3.4
     whole = http.summary([http.Answer([2.0], 3, {"evicted_tokens": 7})], 2.0)
     assert whole["evicted_tokens"] == 7 and "first_s_median" not in whole

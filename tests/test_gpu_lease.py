@@ -177,6 +177,7 @@ def test_work_in_the_background_is_paused_where_memory_is_measured(run: Run) -> 
         more=("--background", ticks),
     )
     said = run.wait_for_all()
+    assert run.state()["background_status"] == 0
     for name in ("beside", "alone", "behind"):
         assert f"{name}: passed" in said, said
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from vllm_pyramid.compat.config_hash import SettingsWithKey, install
@@ -138,6 +139,7 @@ def test_it_travels_as_a_dictionary(config_of: Any) -> None:
     assert settings.of_graph["own"] == 1 and "kv_policy" not in settings.of_graph
     copies = [
         pickle.loads(pickle.dumps(settings)),
+        cloudpickle.loads(cloudpickle.dumps(settings)),  # as Ray does
         copy.copy(settings),
         copy.deepcopy(settings),
         pickle.loads(pickle.dumps(config)).additional_config,
