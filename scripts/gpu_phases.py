@@ -61,7 +61,7 @@ def plan(weights: Path | None, jobs: int) -> list[Phase]:
         Phase("right", 300, (_check(together, "--jobs", str(jobs)),), alone=False),
         Phase("kernels", 150, (_check("kernels"),)),
         Phase("starts", 180, (_check("start"),)),
-        Phase("http", 300, (_check("http"),)),
+        Phase("http", 390, (_check("http"),)),
         Phase("auto", 120, (_check("throughput-auto"),)),
         Phase("decode", 150, (_check("decode-8k decode-select-32k"),)),
         Phase("fp8", 210, (_check("fp8"),)),

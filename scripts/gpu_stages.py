@@ -207,7 +207,7 @@ def bench_stages() -> list[Stage]:
 def http_stages() -> list[Stage]:
     """Two servers with vLLM's defaults at once, each in nearly half of the memory."""
     http = ("gpu_http.py", "--shape", "llama-3-8b")
-    long = ("--jobs", "8192:256:64,32768:256:12,1024:128:128", "--profile")
+    long = ("--jobs", "8192:256:64,1024:128:128,32768:256:12", "--profile")
     short = ("--jobs", "8192:256:32,1024:128:64")
     fp8 = ("--kv-cache-dtype", "fp8")
     return [
