@@ -18,14 +18,18 @@ Stages (each in a process of its own, with a time limit):
   for every engine core of its own, for each kernel that is compiled behind the warm-up;
 - host-values, host-values-sync: the same for `kcache` and for survivors whose V is in host memory;
 - throughput-*, decode-*: `vllm-pyramid bench throughput` on the shape of Llama 3 8B with random
-  weights and prompts of 8k and 32k tokens: stock vLLM, `full` and `pyramidkv` side by side
-  in the same amount of cache.
+  weights: stock vLLM and policies side by side in the same amount of cache, `auto` with prompts of
+  1k and 8k tokens, `pyramidkv` with 8k and 32k, `select` with 8k to 128k. What runs at once is less
+  on a card of 78 GiB than on one of 120 and more;
+- http: the same shape behind two servers with vLLM's defaults (scripts/gpu_http.py);
+- fp8-*: the two with 8-bit caches.
 
 A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
 reason; a stage that fails ends no other. At the end there is one table, and the exit status is 1 if
-any failed. With `--only`, the stages that FILE already holds from the same device and commit are
-kept, so a run may be cut into several. With `--jobs`, stages that take no times run beside each
-other, and the others alone after them; PYTEST_ADDOPTS="-n 4" splits the numerics among processes.
+any failed. With `--only` and `--missing` (those alone that have not passed), the stages that FILE
+already holds from the same device and commit are kept, so a run may be cut into several. With
+`--jobs`, stages that take no times run beside each other, and the others alone after them;
+PYTEST_ADDOPTS="-n 4" splits the numerics among processes.
 
 Most stages have run on one H200 (lab/results/h200.md).
 """
@@ -33,12 +37,10 @@ Most stages have run on one H200 (lab/results/h200.md).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -47,135 +49,17 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
+# The folder of this file is where Python looks first.
+from gpu_processes import Processes, exit_when_asked
+from gpu_stages import MATRIX, STAGES, Stage, fitted, lacking
+
 ROOT = Path(__file__).resolve().parents[1]
-MATRIX = (
-    "check_attention.py",
-    "check_fp8.py",
-    "check_lanes.py",
-    "check_mass.py",
-    "check_moves.py",
-    "check_page_selection.py",
-    "check_pages.py",
-    "check_recent.py",
-    "check_scaled_rows.py",
-    "check_scores.py",
-    "check_topn.py",
-    "check_vllm_rows.py",
-)
-RECHECK_STEPS = 90  # seconds in which a stage that is asked to end must have ended
 LOG_TAIL = 4000  # characters of a failed stage's output that go into the JSON
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One process.
-
-    Attributes:
-        arguments: a script of this folder and its arguments, or `bench` and those of
-            `vllm-pyramid bench`; empty for `numerics`, which pytest runs.
-        limit: seconds after which it is ended and counts as failed.
-        capability, memory_gib: what the device must have, else the stage is skipped.
-        devices: how many there must be.
-        alone: nothing else may run on the device meanwhile: it takes times, or vLLM measures the
-            memory that is left for its cache.
-    """
-
-    name: str
-    limit: int
-    arguments: tuple[str, ...] = ()
-    variables: tuple[tuple[str, str], ...] = ()
-    capability: tuple[int, int] = (8, 0)
-    memory_gib: int = 4
-    devices: int = 1
-    alone: bool = False
-
-
-def engine_stages() -> list[Stage]:
-    """Backends, eager and graphs, both runners; the most usual combination first."""
-    return [
-        Stage(
-            f"engine-{backend.lower()}-{mode}-{runner}",
-            300,
-            ("gpu_engines.py", "engine", "--backend", backend, "--mode", mode, "--runner", runner),
-            (("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0"),),
-        )
-        for runner in ("v2", "v1")
-        for backend in ("FLASH_ATTN", "TRITON_ATTN")
-        for mode in ("eager", "graphs")
-    ]
-
-
-def thinning_stages() -> list[Stage]:
-    """Against Transformers in float32, which FlashAttention does not have, and in bfloat16."""
-    return [
-        Stage(
-            f"thinning-{backend.lower()}-{dtype}-{runner}",
-            300,
-            ("gpu_thinning.py", "--backend", backend, "--dtype", dtype),
-            (("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0"),),
-        )
-        for runner in ("v2", "v1")
-        for backend, dtype in (("TRITON_ATTN", "float32"), ("FLASH_ATTN", "bfloat16"))
-    ]
-
-
-def start_stages() -> list[Stage]:
-    """Starts with the policies of all kinds in turn; plain ones with two of them."""
-    start = ("gpu_engines.py", "start")
-    plain = (*start, "--policies", "none,full,pyramidkv")
-    core = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    stages = [
-        Stage("start-in-process", 300, plain, ((core, "0"),), memory_gib=16, alone=True),
-        Stage("start-own-core", 300, plain, ((core, "1"),), memory_gib=16, alone=True),
-    ]
-    # KV heads with lengths of their own are not served by several ranks.
-    kinds = "none,full,pyramidkv,xkv,h2o,pyramidinfer,select"
-    on_two = (*start, "--policies", kinds, "--tensor-parallel", "2")
-    stages.append(Stage("start-tp2", 900, on_two, memory_gib=16, devices=2, alone=True))
-    fixed = (*start, "--cache-gib", "0.5", "--policies")
-    checked = (("VLLM_GPU_SYNC_CHECK", "error"),)
-    stages += [
-        Stage("sync-check", 600, (*fixed, "none,full,pyramidkv,xkv,h2o"), checked),
-        Stage("sync-check-kinds", 600, (*fixed, "full,pyramidinfer,select,duoattention"), checked),
-    ]
-    on_host = (*fixed, "none,full,kcache,snapkv+host", "--swap-space", "2")
-    stages.append(Stage("host-values", 600, on_host, ((core, "0"),)))
-    stages.append(Stage("host-values-sync", 600, on_host, checked))
-    return stages
-
-
-def bench_stages() -> list[Stage]:
-    """Three engines of 16 GB of weights and 17 GB of cache each are alive at once."""
-    jobs = {
-        # Tokens of a prompt, requests, whole ones that the cache has room for.
-        "8k": ("8192", "48", "15"),
-        "32k": ("32768", "12", "4"),
-    }
-    stages = []
-    for name, (prompt, requests, pool) in jobs.items():
-        common = ("--model", "llama-3-8b", "--policies", "stock,full,pyramidkv", "--budget", "12%")
-        common += ("--prompt-len", prompt, "--output-len", "256", "--num-prompts", requests)
-        common += ("--pool-prompts", pool)
-        for stage, more in (("throughput", ()), ("decode", ("--decode-only",))):
-            arguments = ("bench", "throughput", *common, "--repetitions", "3", *more)
-            stages.append(Stage(f"{stage}-{name}", 1200, arguments, memory_gib=120, alone=True))
-    return stages
-
-
-STAGES = (
-    Stage("numerics", 500, memory_gib=16),
-    Stage("kernels", 300, ("gpu_kernels.py",), memory_gib=12, alone=True),
-    *engine_stages(),
-    *thinning_stages(),
-    *start_stages(),
-    *bench_stages(),
-)
+PROCESSES = Processes()
 
 
 def describe_device() -> dict[str, Any]:
@@ -233,17 +117,6 @@ def commit() -> str | None:
     return head.decode().strip() + changed
 
 
-def lacking(stage: Stage, device: dict[str, Any]) -> str | None:
-    """What the device lacks for a stage, or None."""
-    if tuple(device["capability"]) < stage.capability:
-        return f"needs compute capability {stage.capability}, this is {device['capability']}"
-    if device["devices"] < stage.devices:
-        return f"needs {stage.devices} devices, here are {device['devices']}"
-    if device["memory_gib"] < stage.memory_gib:
-        return f"needs {stage.memory_gib} GiB of device memory, this has {device['memory_gib']}"
-    return None
-
-
 def command(stage: Stage, output: Path) -> list[str]:
     """What runs; it writes `output` (a JSON object; for `numerics` pytest's XML)."""
     if stage.arguments[:1] == ("bench",):
@@ -275,62 +148,6 @@ def summarise_tests(path: Path) -> dict[str, Any]:
     return {"tests": modules, "against": "the PyTorch reference in float64"}
 
 
-def end(process: subprocess.Popen[Any]) -> None:
-    """End a stage and what it has started, which would keep the device's memory.
-
-    A bench's engines and servers are in sessions of their own: it ends them if it is asked to end,
-    and could not if it were killed.
-    """
-    for sign, patience in ((signal.SIGTERM, RECHECK_STEPS), (signal.SIGKILL, None)):
-        if sign == signal.SIGTERM and process.poll() is not None:
-            continue
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-
-
-class Processes:
-    """The processes of the stages that run."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[Any]] = set()
-        self._lock = Lock()
-        self._is_over = False
-
-    def start(self, line: list[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start one in a session of its own.
-
-        Raises:
-            OSError: there is no such program, or all were ended.
-        """
-        with self._lock:
-            if self._is_over:
-                raise OSError("the check was interrupted")
-            process = subprocess.Popen(line, start_new_session=True, **options)
-            self._running.add(process)
-            return process
-
-    def end(self, process: subprocess.Popen[Any]) -> None:
-        """End one, if it has not ended."""
-        end(process)
-        with self._lock:
-            self._running.discard(process)
-
-    def end_all(self) -> None:
-        """End those that run, and start no others."""
-        with self._lock:
-            self._is_over, running = True, [*self._running]
-        for process in running:  # all are asked before the first is waited for
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for process in running:
-            self.end(process)
-
-
-PROCESSES = Processes()
-
-
 def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     """Run a stage to its end or its limit."""
     output, log = folder / f"{stage.name}.out", folder / f"{stage.name}.log"
@@ -339,7 +156,9 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("HF_HUB_OFFLINE", "1")
-    environment["VLLM_CACHE_ROOT"] = str(folder / f"{stage.name}.cache")  # stages write at once
+    # Stages that run beside each other would write at once; those that run alone compile once.
+    cache = "alone" if stage.alone else stage.name
+    environment["VLLM_CACHE_ROOT"] = str(folder / f"{cache}.cache")
     environment |= dict(stage.variables)
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
@@ -403,6 +222,8 @@ def run_stages(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+# What stages that measure speed compare: over HTTP, in decode windows, in whole jobs.
+RATIOS = ("speed_ratio", "decode_ratio", "output_ratio")
 # What of a stage's result goes into the table: the path of a number, what it is.
 FIGURES = {
     "numerics": (("tests", "check_attention"), "tests of attention"),
@@ -420,7 +241,9 @@ def figure(name: str, entry: dict[str, Any]) -> str:
     if entry["status"] != "passed":
         return str(entry["reason"]).splitlines()[0][:60]
     if (wanted := FIGURES.get(name.split("-")[0])) is None:
-        return "see the JSON"
+        last = entry["result"]["rows"][-1]
+        ratio = next(last[key] for key in RATIOS if last.get(key) is not None)
+        return f"{last.get('variant') or last['policy']}: {ratio:.3g} of the first's speed"
     found: Any = entry["result"]
     for key in wanted[0]:
         found = found[key]
@@ -454,6 +277,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", metavar="STAGE", help="these alone; a name's beginning will do"
     )
+    parser.add_argument("--missing", action="store_true", help="those alone that have not passed")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="stages at a time")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps what stages print")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
@@ -476,10 +300,13 @@ def main() -> int:
         print(f"{len(chosen)} stages, at most {sum(s.limit for s in chosen)} s -> {options.json}")
         return 0
     report: dict[str, Any] = {"device": describe_device(), "commit": commit(), "stages": {}}
-    if options.only and options.json.exists():
+    if (options.only or options.missing) and options.json.exists():
         before = json.loads(options.json.read_text())
         if all(before.get(key) == report[key] for key in ("device", "commit")):
             report["stages"] = before["stages"]
+    if options.missing:
+        stages = report["stages"]
+        chosen = [s for s in chosen if stages.get(s.name, {}).get("status") != "passed"]
     order = {stage.name: place for place, stage in enumerate(STAGES)}
 
     def note(stage: Stage, entry: dict[str, Any]) -> None:
@@ -494,7 +321,7 @@ def main() -> int:
         if reason := lacking(stage, report["device"]):
             note(stage, {"status": "skipped", "reason": reason})
         else:
-            able.append(stage)
+            able.append(fitted(stage, report["device"]["memory_gib"]))
     with ExitStack() as stack:
         folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = folder.resolve()  # stages run in the checkout
@@ -505,18 +332,12 @@ def main() -> int:
     print(table(report))
     failed = [name for name, entry in report["stages"].items() if entry["status"] == "failed"]
     print(f"{options.json}: {len(report['stages'])} stages, failed: {failed or 'none'}")
-    needed = {stage.name for stage in STAGES if stage.arguments[:1] != ("bench",)}
+    needed = {stage.name for stage in STAGES if not stage.measures}
     if not failed and needed <= report["stages"].keys():
         print(f"add to RUNS in vllm_pyramid/frontend/gpu_runs.py: {record(report['device'])}")
     return 1 if failed else 0
 
 
-def end_with_stages() -> None:
-    """End the stages too when this process is asked to end: they have sessions of their own."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
 if __name__ == "__main__":
-    end_with_stages()
+    exit_when_asked()  # and end the stages, which have sessions of their own
     sys.exit(main())

@@ -34,7 +34,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def script() -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -65,7 +66,8 @@ def test_dry_run_prints_the_whole_plan(script: ModuleType, tmp_path: Path) -> No
 def test_only_chooses_by_the_beginning_of_a_name(script: ModuleType) -> None:
     result = run("--dry-run", "--only", "kernels", "throughput")
     names = [line.partition(" ")[0] for line in result.stdout.splitlines()[:-1]]
-    assert names == ["kernels", "throughput-8k", "throughput-32k"]
+    assert names[0] == "kernels" and names[1:3] == ["throughput-8k", "throughput-32k"]
+    assert all(name.startswith("throughput-") for name in names[1:])
     unknown = run("--dry-run", "--only", "kernel", "speed")
     assert unknown.returncode == 2
     assert "no stage begins with 'speed'; there are numerics" in unknown.stderr
@@ -97,11 +99,10 @@ def test_stages_that_the_device_cannot_run(script: ModuleType) -> None:
     small = {"capability": [9, 0], "memory_gib": 23.6, "devices": 1}
     reasons = {stage.name: script.lacking(stage, small) for stage in script.STAGES}
     skipped = {name for name, reason in reasons.items() if reason}
-    measures = ("throughput", "decode")
-    large = {f"{measure}-{size}" for measure in measures for size in ("8k", "32k")}
-    assert skipped == {*large, "start-tp2"}
+    assert skipped == {*(stage.name for stage in script.STAGES if stage.measures), "start-tp2"}
+    assert len(skipped) == 13
     assert reasons["start-tp2"] == "needs 2 devices, here are 1"
-    assert reasons["throughput-8k"] == "needs 120 GiB of device memory, this has 23.6"
+    assert reasons["throughput-8k"] == "needs 70 GiB of device memory, this has 23.6"
     old = {"capability": [7, 5], "memory_gib": 80.0, "devices": 2}
     assert all(script.lacking(stage, old) for stage in script.STAGES)
 
@@ -156,7 +157,7 @@ time.sleep(60)
 time.sleep(60)
 """
     monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", code])
-    monkeypatch.setattr(script, "RECHECK_STEPS", 2)
+    monkeypatch.setattr("gpu_processes.PATIENCE", 2)
     entry = script.run_stage(script.Stage("name", 3, ("anything",)), tmp_path)
     assert entry["status"] == "failed" and note.exists()
     assert (entry["seconds"] > 4.5) == (not listens)
@@ -181,25 +182,73 @@ def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
         summarise(*good[1:])
 
 
-def test_bench_stages_are_commands_that_the_bench_takes(script: ModuleType, tmp_path: Path) -> None:
-    """Parsed, planned and checked as the bench does it, up to the engines."""
+@pytest.mark.parametrize("memory_gib", [78.0, 139.8])
+def test_bench_stages_are_commands_that_the_bench_takes(
+    script: ModuleType, tmp_path: Path, memory_gib: float
+) -> None:
+    """Parsed, planned and checked as the bench does it, up to the engines; they find room."""
     from vllm_pyramid.tools.bench.options import parse
     from vllm_pyramid.tools.bench.prepare import prepare
+    from vllm_pyramid.tools.bench.processes import gpu_share
     from vllm_pyramid.tools.cli import _build_parser
 
-    stages = script.bench_stages()
-    assert len(stages) == 4
+    device = {"capability": [9, 0], "memory_gib": memory_gib, "devices": 1}
+    labels = {}
+    stages = [stage for stage in script.STAGES if stage.arguments[:1] == ("bench",)]
     for stage in stages:
-        line = script.command(stage, tmp_path / "result.out")
+        assert script.lacking(stage, device) is None
+        line = script.command(script.fitted(stage, memory_gib), tmp_path / "result.out")
         assert line[1:3] == ["-m", "vllm_pyramid.tools.cli"]
         args = _build_parser().parse_args(line[3:])
         options = parse(args.measure, vars(args))
         assert options.json_file == tmp_path / "result.out"
         prepared = prepare(options, tmp_path)
-        job = prepared.job
-        assert prepared.random and job.shape.layers == 32 and job.pool_bytes < 18e9
-        labels = [variant.label for variant in prepared.variants]
-        assert labels == ["stock", "full", "pyramidkv 12%"]
+        job, shape = prepared.job, prepared.job.shape
+        assert prepared.random
+        weights = 2 * (
+            2 * shape.vocabulary * shape.hidden
+            + shape.layers
+            * shape.hidden
+            * (3 * shape.mlp + 2 * (shape.heads + shape.kv_heads) * shape.head_size)
+        )
+        block = max(map(job.block_bytes, prepared.variants))  # halves with 8-bit caches
+        pool = job.pool_bytes * block // shape.block_bytes
+        share = gpu_share(len(prepared.variants)) * memory_gib * 2**30
+        assert weights + pool + 3 * 2**30 < share, stage.name
+        labels[stage.name] = [variant.label for variant in prepared.variants]
+    assert labels["throughput-auto-1k"] == ["stock", "auto 12%"]
+    three = ["stock", "full", "pyramidkv 12%"] if memory_gib > 120 else ["stock", "pyramidkv 12%"]
+    assert labels["decode-8k"] == labels["throughput-32k"] == three
+    assert labels["decode-select-128k"] == ["stock", "select"]
+
+
+def test_servers_over_http(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages' own options, and what is made of answers."""
+    http = importlib.import_module("gpu_http")
+    for name in ("http", "fp8-http"):
+        (stage,) = [stage for stage in script.STAGES if stage.name == name]
+        line = [*stage.arguments, "--out", "FILE"]
+        monkeypatch.setattr(sys, "argv", line)
+        options, flags = http.parse_arguments()
+        assert options.variants == ["stock", "auto"] and options.shape == "llama-3-8b"
+        assert {8192, 1024} <= {job.prompt for job in options.jobs}
+        assert flags == (["--kv-cache-dtype", "fp8"] if name == "fp8-http" else [])
+    assert http.flags_of("stock", "12%") == []
+    assert http.flags_of("auto", "12%") == ["--kv-policy", "auto", "--kv-budget", "12%"]
+    job = http.Job.parse("100:3:2")
+    one, other = job.prompts(1)
+    assert len(one) == len(other) == 100 and one != other and job.prompts(1) == [one, other]
+    with pytest.raises(ValueError, match="2 tokens of output"):
+        http.Job.parse("100:1:2")
+    streamed = [http.Answer([1.0, 1.5, 2.0], 3), http.Answer([3.0, 3.2, 3.4], 3)]
+    row = http.summary(streamed, 4.0)
+    assert (
+        row["first_s_median"] == 2.0 and row["first_s_p90"] == 3.0 and row["first_s_least"] == 1.0
+    )
+    assert row["output_tokens_per_s"] == 1.5
+    assert row["between_s_median"] == pytest.approx(0.35) and row["end_s_largest"] == 3.4
+    whole = http.summary([http.Answer([2.0], 3, {"evicted_tokens": 7})], 2.0)
+    assert whole["evicted_tokens"] == 7 and "first_s_median" not in whole
 
 
 # What a stage writes, as far as the table looks at it.
@@ -210,6 +259,10 @@ RESULTS = {
     "start": {"blocks": {"full": 4321}},
     "sync": {"blocks": {"full": 4321}},
     "host": {"v_bytes_read_per_token": {"kcache": 8192}},
+    "throughput": {"rows": [{"policy": "auto", "output_ratio": 1.4567, "decode_ratio": None}]},
+    "decode": {"rows": [{}, {"policy": "select", "output_ratio": None, "decode_ratio": 2.5}]},
+    "http": {"rows": [{"variant": "auto", "speed_ratio": 1.25}]},
+    "fp8": {"rows": [{"variant": "auto", "speed_ratio": 1.5}]},
 }
 
 
@@ -267,11 +320,13 @@ def test_all_of_it_on_a_device_that_is_not_there(
     assert of["host-values"].endswith("8192 bytes of V a token, kcache")
     assert of["engine-flash_attn-graphs-v2"].endswith("exit status 1")
     assert of["start-tp2"].endswith("needs 2 devices, here are 1")
-    assert of["throughput-8k"].endswith("see the JSON")
+    assert of["throughput-8k"].endswith("auto: 1.46 of the first's speed")
+    assert of["decode-8k"].endswith("select: 2.5 of the first's speed")
+    assert of["http"].endswith("auto: 1.25 of the first's speed")
     assert "start-own-core" in lines[-1] and lines[-1].startswith(str(file))
     # Benches measure, they do not check: without them, and without a failure, it is a record.
     for stage in script.STAGES:
-        if stage.name in failed or stage in script.bench_stages():
+        if stage.name in failed or stage.measures:
             del report["stages"][stage.name]
     file.write_text(json.dumps(report))
     monkeypatch.setattr(
@@ -348,7 +403,7 @@ def test_answers_agree_as_far_as_can_be_demanded(
 
 def test_starts_as_users_start(script: ModuleType) -> None:
     """Plain starts find the size of the cache, and stages with errors serve each kind of policy."""
-    stages = {stage.name: stage for stage in script.start_stages()}
+    stages = {stage.name: stage for stage in importlib.import_module("gpu_stages").start_stages()}
     variables = {name: dict(stage.variables) for name, stage in stages.items()}
     core = "VLLM_ENABLE_V1_MULTIPROCESSING"
     assert variables["start-in-process"][core] == "0" and variables["start-own-core"][core] == "1"
@@ -428,7 +483,7 @@ gpu_check.command = lambda stage, output: [sys.executable, "-c", code, folder / 
 gpu_check.STAGES = tuple(gpu_check.Stage(name, 900, ("x",)) for name in ("a", "b", "c"))
 gpu_check.describe_device = lambda: {{"capability": [9, 0], "memory_gib": 80, "devices": 1}}
 sys.argv = ["gpu_check.py", "--jobs", "2", "--json", str(folder / "result.json")]
-gpu_check.end_with_stages()
+gpu_check.exit_when_asked()
 sys.exit(gpu_check.main())
 """
     )

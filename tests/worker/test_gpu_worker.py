@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
+from vllm.entrypoints.serve.utils import fingerprint
+from vllm.v1.worker import startup_plan
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_pyramid.compat import config_hash
+from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.policy.served_settings import SERVED_KEY
+from vllm_pyramid.worker import gpu_worker
 from vllm_pyramid.worker.gpu_worker import PyramidGpuWorker
 
 pytestmark = pytest.mark.cpu
@@ -89,3 +97,30 @@ def test_a_size_that_vllm_remembers_is_one_that_it_measured(
 
     monkeypatch.setattr(Worker, "determine_available_memory", determine)
     assert worker.determine_available_memory() == (5000 - 1500) // 2
+
+
+def test_a_worker_compiles_by_what_a_graph_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, which has the configuration and not the front end."""
+    for module, name in (
+        (startup_plan, "compute_plan_fingerprint"),
+        (fingerprint, "build_system_fingerprint"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+    monkeypatch.setattr(VllmConfig, "compute_hash", config_hash._stock_hash)
+    monkeypatch.setattr(gpu_worker, "register_backend", lambda *_: None)
+    monkeypatch.setattr(gpu_worker, "extend_with_policy", lambda *_: None)
+    monkeypatch.setattr(Worker, "init_device", lambda self: None)
+    keys = set()
+    for budget in ("12%", "25%"):
+        served = KVSettings("pyramidkv", kv_budget=budget).served()
+        assert served is not None
+        served = replace(served, backend="FLASH_ATTN")
+        config = VllmConfig()
+        config.additional_config = config_hash.SettingsWithKey(
+            {SERVED_KEY: served.as_data()}, {SERVED_KEY: served.of_graph}
+        )
+        worker = make_worker()
+        worker.vllm_config, worker.model_runner, worker.use_v2_model_runner = config, None, True
+        worker.init_device()
+        keys.add(config.compute_hash())
+    assert len(keys) == 1

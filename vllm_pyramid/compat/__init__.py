@@ -8,6 +8,11 @@ engine_args
     Target: EngineArgs.add_cli_args, .create_engine_config, .create_model_config; parse_known_args
     of the parsers with our flags.
     Why: flags and settings. Remove when plugins can add engine arguments.
+config_hash
+    Target: VllmConfig.compute_hash, startup_plan.compute_plan_fingerprint,
+    fingerprint.build_system_fingerprint.
+    Why: settings that no graph depends on must not compile the model anew. Remove when vLLM asks a
+    dictionary with `compute_hash` for it, and the two others have hashes of their own.
 no_policies
     Target: EngineArgs.create_engine_config, else VllmConfig.__init__; EngineArgs.add_cli_args.
     Why: a vLLM that is not supported starts as without this package, and refuses policies. Remove

@@ -66,6 +66,9 @@ class FrontEnd(Protocol):
     def hooks_for(self, args: EngineArgs) -> ConfigHooks | None:
         """Return the hooks of an engine that is being configured; None without a policy."""
 
+    def finish_without_policy(self, config: VllmConfig) -> None:
+        """Change the finished configuration of an engine without a policy."""
+
 
 def _add_flags(parser: argparse.ArgumentParser, front_end: FrontEnd) -> None:
     if "--kv-policy" in parser._option_string_actions:
@@ -103,7 +106,9 @@ def install(front_end: FrontEnd) -> None:
     def create_engine_config_with_policy(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         hooks = front_end.hooks_for(self)
         if hooks is None:
-            return create_engine_config(self, *args, **kwargs)
+            config = create_engine_config(self, *args, **kwargs)
+            front_end.finish_without_policy(config)
+            return config
         given = {name: getattr(self, name) for name in _CHANGED}
         try:
             hooks.prepare_args(self)

@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_pyramid.compat import config_hash
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.input_processor import api_servers
 from vllm_pyramid.compat.step_limits import step_limits
@@ -25,7 +26,7 @@ from vllm_pyramid.frontend.gpu_runs import warn_unless_run
 from vllm_pyramid.frontend.graphs import check_graphs
 from vllm_pyramid.frontend.layer_kinds import has_states
 from vllm_pyramid.frontend.refusals import EVERY_POLICY
-from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.frontend.settings import KVSettings, without_ours
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.policy.capabilities import Feature, Used, asked, refuse, why_not
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
@@ -141,7 +142,11 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
     take_draft_backend(config)
     given = config.additional_config
     assert isinstance(given, Mapping), "the settings were read from it"
-    config.additional_config = {**given, SERVED_KEY: served.as_data()}
+    config_hash.install()
+    config.additional_config = config_hash.SettingsWithKey(
+        {**given, SERVED_KEY: served.as_data()},
+        of_graph={**without_ours(given), SERVED_KEY: served.of_graph},
+    )
     config.parallel_config.worker_cls = _WORKERS[current_platform.device_type]
     config.scheduler_config.scheduler_cls = "vllm_pyramid.scheduler.scheduler." + (
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"

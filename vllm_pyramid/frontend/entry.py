@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_pyramid.frontend.flags import add_flags, take_flags
-from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.frontend.settings import KVSettings, without_ours
 from vllm_pyramid.policy.served_settings import NO_POLICY
 
 if TYPE_CHECKING:
@@ -28,11 +28,13 @@ class PolicyConfig:
     def __init__(self, settings: KVSettings) -> None:
         self._settings = settings
         self._used: Used = {}
+        self._gives_sizes = False
 
     def prepare_args(self, args: EngineArgs) -> None:
         """Refuse what a policy cannot serve, and switch off vLLM's own defaults."""
-        from vllm_pyramid.frontend import engine_config
+        from vllm_pyramid.frontend import engine_config, graphs
 
+        self._gives_sizes = graphs.gives_sizes(args)
         self._used = engine_config.prepare_args(args, self._settings)
 
     def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> bool:
@@ -43,9 +45,12 @@ class PolicyConfig:
 
     def finish_config(self, config: VllmConfig) -> None:
         """Check the finished configuration and put the policy's classes in place."""
-        from vllm_pyramid.frontend import engine_config
+        from vllm_pyramid.frontend import engine_config, graphs
 
         engine_config.finish_config(config, self._settings, self._used)
+        policy = self._settings.policy()
+        if policy is not None and not self._gives_sizes:
+            graphs.capture_more(config, policy)
 
 
 class PolicyFrontEnd:
@@ -70,3 +75,9 @@ class PolicyFrontEnd:
 
             defaults.withdraw()
         return None
+
+    def finish_without_policy(self, config: VllmConfig) -> None:
+        """Take our keys out of an engine's configuration, which vLLM compiles models by."""
+        given = config.additional_config
+        if isinstance(given, dict) and len(others := without_ours(given)) < len(given):
+            config.additional_config = others

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse CUDA graphs that would cover an eviction, or attention that a policy replaces."""
+"""CUDA graphs with a policy: which are refused, and for how many requests they are captured.
+
+Refused are graphs that would cover an eviction, or attention that a policy replaces.
+"""
 
 from __future__ import annotations
 
 from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_pyramid.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
+
+# Requests of the largest decode step that is captured, and how far apart vLLM captures large ones.
+_MOST_REQUESTS = 1024
+_STRIDE = 16
 
 
 def check_graphs(config: VllmConfig, policy: Policy) -> None:
@@ -37,6 +46,39 @@ def check_graphs(config: VllmConfig, policy: Policy) -> None:
         )
     if policy.attends:
         _check_partition(compilation, policy)
+
+
+def gives_sizes(args: EngineArgs) -> bool:
+    """Return whether the user says for how many tokens graphs are captured."""
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    of_user = (args, args.compilation_config)
+    return any(getattr(one, name, None) is not None for one in of_user for name in names)
+
+
+def capture_more(config: VllmConfig, policy: Policy) -> None:
+    """Capture decode steps of as many requests as evictions make room for, on CUDA devices.
+
+    vLLM captures up to 512 tokens, where it has been told nothing; a cache of which a policy keeps
+    a tenth holds more requests. With drafts vLLM's own sizes stay, which are multiples of a
+    request's tokens.
+    """
+    compilation, scheduler = config.compilation_config, config.scheduler_config
+    sizes = compilation.cudagraph_capture_sizes
+    if current_platform.device_type != "cuda" or not policy.evicts or not sizes:
+        return
+    most = min(scheduler.max_num_seqs, _MOST_REQUESTS, scheduler.max_num_batched_tokens)
+    if most <= sizes[-1] or config.num_speculative_tokens:
+        return
+    more = range((sizes[-1] // _STRIDE + 1) * _STRIDE, most, _STRIDE)
+    compilation.cudagraph_capture_sizes = [*sizes, *more, most]
+    compilation.max_cudagraph_capture_size = most
+    logger.info(
+        "kv-policy %s: CUDA graphs are captured for up to %d requests, not %d; set "
+        "max_cudagraph_capture_size for another number",
+        policy.name,
+        most,
+        sizes[-1],
+    )
 
 
 def _exclude_attention(config: VllmConfig, policy: Policy, mode: CUDAGraphMode) -> None:

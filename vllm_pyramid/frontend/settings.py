@@ -65,12 +65,18 @@ REPORT_KEY = "kv_report_cached"
 PAGE_KEY = "kv_page"
 # The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
+_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, *SHADOW_KEYS)
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
 # When prompts are evicted: as the policy's schedule says, or only if the pool lacks blocks.
 ALWAYS, PRESSURE = "always", "pressure"
+
+
+def without_ours(additional_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of other software."""
+    return {key: value for key, value in additional_config.items() if key not in _KEYS}
 
 
 @dataclass(frozen=True)
@@ -230,14 +236,13 @@ class KVSettings:
             return None
         # Without a policy, other software may have keys of its own that begin with `kv`.
         inert = not asks_for_policy(additional_config)
-        keys = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, *SHADOW_KEYS)
-        refuse_unknown(additional_config, keys, "additional_config", similar_only=inert)
+        refuse_unknown(additional_config, _KEYS, "additional_config", similar_only=inert)
         if SERVED_KEY in additional_config:
             raise ValueError(
                 f"{SERVED_KEY!r} in additional_config is set by this package: leave it out and "
                 "give kv_policy"
             )
-        given = {key: additional_config[key] for key in keys if key in additional_config}
+        given = {key: additional_config[key] for key in _KEYS if key in additional_config}
         if not given:
             return None
         if given.get("kv_policy", "") is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
@@ -193,6 +193,11 @@ class EvictionPoints(Chunk):
             Feature.INNER_SPANS: f"{inside}, behind which each KV head holds other tokens",
             Feature.SHADOW: f"{inside}, so prompts that are held whole may not fit",
         }
+
+    @property
+    def of_graph(self) -> Any:
+        """Return what of the scorer at points a compiled graph depends on."""
+        return None if self.scorer is None else self.scorer.of_graph
 
     @property
     def works_with_orders(self) -> bool:

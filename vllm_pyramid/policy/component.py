@@ -137,6 +137,18 @@ class Component(BaseModel):
         return True
 
     @property
+    def of_graph(self) -> Any:
+        """Return what of this part a compiled graph of the model depends on, as JSON values.
+
+        Compiled models are kept on disk by it; None: no graph depends on this part. Attention is
+        one opaque operator, so this is so of all that happens in it. Hooks get the model, and those
+        of your own class may change its forward pass: all fields of such a part count, unless it
+        says otherwise.
+        """
+        is_own = ":" in self.kind and type(self).worker_hooks is not Component.worker_hooks
+        return self.model_dump(mode="json") if is_own else None
+
+    @property
     def works_with_orders(self) -> bool:
         """Return whether evictions may come later than they are scored (`PressureSchedule`).
 

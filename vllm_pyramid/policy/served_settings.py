@@ -17,6 +17,7 @@ from typing import Any
 from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request_keys import RESUME
+from vllm_pyramid.version import __version__
 
 NO_POLICY = "none"
 SERVED_KEY = "vllm_pyramid"
@@ -87,6 +88,16 @@ class ServedSettings:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         overrides = {**asdict(self.overrides), "allowed": list(self.overrides.allowed)}
         return {**values, "policy": self.policy.as_data(), "overrides": overrides}
+
+    @property
+    def of_graph(self) -> dict[str, Any]:
+        """What a compiled graph of the model depends on, as JSON values.
+
+        vLLM names our backend CUSTOM, whatever kernels it runs. A back end says whether the graph
+        quantises queries and writes the cache, and may say something else in another version.
+        """
+        parts = [found for part in self.policy.parts if (found := part.of_graph) is not None]
+        return {"version": __version__, "backend": self.backend, "parts": parts}
 
     @classmethod
     def of(cls, config: Any) -> ServedSettings | None:

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_pyramid.compat import seeds
+from vllm_pyramid.compat import config_hash, seeds
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.platform import cpu_platform
 from vllm_pyramid.compat.platform.defaults import keep_threads, take_free_memory
@@ -32,6 +32,7 @@ class PyramidCpuWorker(CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
+        config_hash.install()
         seeds.install()
         if self.vllm_config.speculative_config is not None:
             keep_threads()

@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_pyramid.compat import config_hash
 from vllm_pyramid.compat.backend_names import BACKENDS
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.worker.adapter import RunnerAdapter
@@ -25,6 +26,7 @@ class PyramidGpuWorker(Worker):
     def init_device(self) -> None:
         settings = ServedSettings.of(self.vllm_config)
         assert settings is not None and settings.backend is not None
+        config_hash.install()
         register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[settings.backend])
         super().init_device()
         self.adapter = extend_with_policy(self.model_runner, self.use_v2_model_runner)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +138,11 @@ class DecayAllocator(Allocator):
     min_context: int = Field(default=64, ge=1)
     recent_ratio: float = Field(default=0.2, gt=0, le=1)
     piece_tokens: int = Field(default=2048, ge=2)
+
+    @property
+    def of_graph(self) -> Any:
+        """Return the kind: the model's class is another, whatever is thinned."""
+        return self.kind
 
     def check(self, policy: Policy) -> None:
         if not isinstance(policy.scorer, RecentEnsembleScorer):

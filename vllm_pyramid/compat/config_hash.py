@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep settings that no compiled graph depends on out of torch.compile's key.
+
+Target: `VllmConfig.compute_hash`, `startup_plan.compute_plan_fingerprint`,
+`fingerprint.build_system_fingerprint`. Why: vLLM hashes all of `additional_config`, so each change
+of a budget would compile the model anew. vLLM asks an object with `compute_hash` instead, but not a
+dictionary, and models that read keys of their own there read only dictionaries. The two others name
+a measured size of the cache and a server's answers by that hash: they go on with all settings.
+Remove when vLLM asks a dictionary with `compute_hash` for it, and the two others have hashes of
+their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+
+
+class SettingsWithKey(dict[str, Any]):
+    """An `additional_config` that says what of it compiled graphs depend on.
+
+    It is a dictionary in all other respects. A copy made by `{**settings}` is an ordinary one, of
+    which vLLM hashes everything.
+
+    Attributes:
+        of_graph: what is hashed in its place, as JSON values.
+    """
+
+    of_graph: dict[str, Any]
+
+    def __init__(self, settings: Mapping[str, Any], of_graph: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.of_graph = dict(of_graph)
+
+    def compute_hash(self) -> str:
+        """Return the hash of `of_graph`.
+
+        vLLM's configuration takes an object with this function as it is, and would make an ordinary
+        dictionary of another when it derives one configuration from another.
+        """
+        return hashlib.sha256(json.dumps(self.of_graph, sort_keys=True).encode()).hexdigest()
+
+
+class _OfGraph:
+    """What vLLM hashes in place of the settings: no dictionary, so it asks for the hash."""
+
+    def __init__(self, settings: SettingsWithKey) -> None:
+        self.compute_hash = settings.compute_hash
+
+
+class _Whole:
+    """A configuration whose hash covers all settings."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+    def compute_hash(self, include_version: bool = True) -> str:
+        return _stock_hash(self._config, include_version)
+
+
+_stock_hash = VllmConfig.compute_hash
+
+
+def _hash_of_graph(self: VllmConfig, include_version: bool = True) -> str:
+    """Return vLLM's hash of a configuration, with that of `of_graph` for the settings."""
+    settings = self.additional_config
+    if not isinstance(settings, SettingsWithKey):
+        return _stock_hash(self, include_version)
+    narrowed = copy.copy(self)
+    narrowed.additional_config = _OfGraph(settings)
+    return _stock_hash(narrowed, include_version)
+
+
+def _with_whole(function: Any) -> Any:
+    @functools.wraps(function)
+    def with_whole(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(_Whole(vllm_config), *args, **kwargs)
+
+    return with_whole
+
+
+def install() -> None:
+    """Let vLLM hash `SettingsWithKey` by what it says. Idempotent.
+
+    Without it, vLLM hashes all settings, as it does those of everyone.
+    """
+    if VllmConfig.compute_hash is _hash_of_graph:
+        return
+    from vllm.entrypoints.serve.utils import fingerprint
+    from vllm.v1.worker import startup_plan
+
+    plans, answers = startup_plan.compute_plan_fingerprint, fingerprint.build_system_fingerprint
+    startup_plan.compute_plan_fingerprint = _with_whole(plans)
+    fingerprint.build_system_fingerprint = _with_whole(answers)
+    VllmConfig.compute_hash = _hash_of_graph  # type: ignore[method-assign]
