@@ -379,6 +379,7 @@ class Worker:
             if not self.computed[name]:
                 more = {"kv_keep": spans[name]} if name in spans else None
                 self.tracker.add(name, self.prompts[name], more)
+        self.tracker.copies = {}
         if copies:
             for name in names:
                 point = self.tracker._requests[name].plan.after(1)
