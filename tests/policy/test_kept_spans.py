@@ -212,9 +212,7 @@ def test_a_system_prompt_of_an_agent() -> None:
 
 @given(first=st.integers(1, 500), turns=st.sets(st.integers(1, 599), max_size=5), budget=BUDGETS)
 @example(first=300, turns={100, 290, 310, 500}, budget="12%")
-def test_the_first_span_stays_at_each_turn(
-    first: int, turns: set[int], budget: str | int
-) -> None:
+def test_the_first_span_stays_at_each_turn(first: int, turns: set[int], budget: str | int) -> None:
     """Each turn's end keeps the budget of what the span has not; nothing is taken back."""
     policy = loaded("pyramidkv", budget, repr({"min_tokens": 20, "window": 8}))
     ends = sorted(turns)

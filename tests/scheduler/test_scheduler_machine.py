@@ -58,6 +58,8 @@ from vllm_pyramid.plan import (
     least_given_back,
     peak_blocks,
 )
+from vllm_pyramid.policy.capabilities import Feature
+from vllm_pyramid.policy.kept_spans import Spans, flat, only_leading
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.scheduler.admission import Admission
@@ -82,6 +84,11 @@ OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 9},
     {"kv_budget": "60%"},
     {"other": 1},
+)
+# Spans that stay, where the policy can keep them; they end with the prompt at the latest.
+SPANS: tuple[Spans, ...] = (
+    *((),) * 5,
+    *(((0, 4),), ((0, 30),), ((0, 96),), ((0, 9), (12, 40)), ((17, 18),)),
 )
 PROMPT_LENS = st.one_of(st.integers(1, 64), st.integers(1, 8), st.sampled_from([9, 10, 32, 64]))
 # Where a prompt leaves the trunk of a tree of prompts, and along which branch; or whose answer it
@@ -190,13 +197,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 st.sampled_from(OVERRIDES),
                 ORIGINS,
                 st.sampled_from(SALTS),
+                st.sampled_from(SPANS),
             ),
             min_size=1,
             max_size=4,
         )
     )
     def add(self, prompts: list[Any]) -> None:
-        for prompt_len, max_tokens, override, origin, salt in prompts:
+        for prompt_len, max_tokens, override, origin, salt, spans in prompts:
             request_id = f"r{self.num_requests}"
             self.num_requests += 1
             if not self.setup.turns:  # where a conversation grows by itself
@@ -204,6 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.setup.prefix_caching:
                 prompt = self.prompt_from(origin, prompt_len)
                 prompt_len = len(prompt)
+                override = self.with_spans(override, spans, prompt_len)
                 if self.setup.turns and not (override and override.get("kv_policy")):
                     before: list[int] = []
                     if isinstance(origin, int) and (name := self.named(origin)) in self.talks:
@@ -223,6 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if salt is not None:
                     self.worker.salts[request_id] = salt
             else:
+                override = self.with_spans(override, spans, prompt_len)
                 request = make_request(request_id, prompt_len, max_tokens, override)
             self.requests[request_id] = request
             self.plans[request_id] = plan_for(
@@ -242,6 +252,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.plans[request_id] = self.coordinator.plans.of(request_id)
                 self.seen["averaged"] += request_id in sampled._averaged
             assert self.coordinator.plans.of(request_id) is self.plans[request_id]
+
+    def with_spans(
+        self, override: dict[str, Any] | None, spans: Spans, prompt_len: int
+    ) -> dict[str, Any] | None:
+        """Return a request's settings with those spans that its policy can keep."""
+        policy = self.scheduler.pyramid.policy
+        inside = tuple((start, min(end, prompt_len)) for start, end in spans if start < prompt_len)
+        if self.setup.turns or policy.why_not(Feature.INNER_SPANS) is not None:
+            inside = only_leading(inside)
+        if not inside or policy.why_not(Feature.KV_KEEP) is not None:
+            return override
+        self.seen["spans"] += 1
+        return {**(override or {}), "kv_keep": flat(inside)}
 
     def refused(
         self, request_id: str, prompt_len: int, max_tokens: int, override: dict[str, Any] | None

@@ -90,7 +90,9 @@ class RequestOverrides:
         elif policy.budget.percent == 100:
             reason = f"the budget of policy {policy.name!r} is 100% already"
         elif not _RAISES_KEPT.intersection(self.allowed):
-            reason = "kv_request_overrides lets no request change its policy, budget, floor or spans"
+            reason = (
+                "kv_request_overrides lets no request change its policy, budget, floor or spans"
+            )
         if reason is not None:
             raise ValueError(f"kv_max_request_budget would have no effect: {reason}; leave it out")
 
