@@ -135,7 +135,7 @@ def test_whoever_may_name_a_session_may_have_its_turns() -> None:
             "25%",
             {TEMPLATE_KEY: [0, 700], "kv_budget": "26%"},
             1000,
-            r"keep 778 .*, 700 .* allows 775 .*\(--kv-max-request-budget 25% beside 700 .* keeps 736",
+            r"keep 778 .*, 700 .* allows 775 \(--kv-max-request-budget 25% beside 700 .* 736\)",
         ),
         (
             "25%",

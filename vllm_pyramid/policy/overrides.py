@@ -198,10 +198,10 @@ class RequestOverrides:
         if held > allowed + count * slack:
             raise ValueError(
                 f"this request would hold {-(-held // count)} of {prompt_len} tokens in each layer "
-                f"behind its {len(turns)} turns (its kv_budget, kv_min_tokens or kv_keep), and this "
-                f"server allows {allowed // count + slack} (--kv-max-request-budget {self.max_budget}; "
-                "what its own policy holds with the same turns, if that is more): ask for less, or "
-                "leave the settings or turns out"
+                f"behind its {len(turns)} turns (its kv_budget, kv_min_tokens or kv_keep), and "
+                f"this server allows {allowed // count + slack} (--kv-max-request-budget "
+                f"{self.max_budget}; what its own policy holds with the same turns, if that is "
+                "more): ask for less, or leave the settings or turns out"
             )
 
 
