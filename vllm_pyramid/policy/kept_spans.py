@@ -5,10 +5,9 @@ A span is a range of token positions, `start <= position < end`. A layer keeps w
 the prompt without the spans' tokens, and these tokens: so spans of any length are kept, a share of
 the prompt is one of the rest, and an eviction gives back as many slots as that of the rest.
 
-At a request's first eviction a
-token's place in the cache is its position, so any span can be found there. Behind an eviction each
-KV head holds other survivors: then only a span that begins at position 0 is found, whose tokens are
-the first ones of every head for as long as all of them stay.
+At a request's first eviction a token's place in the cache is its position, so any span can be found
+there. Behind an eviction each KV head holds other survivors: then only a span that begins at
+position 0 is found, whose tokens are the first ones of every head for as long as all of them stay.
 """
 
 from __future__ import annotations

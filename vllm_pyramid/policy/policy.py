@@ -329,7 +329,7 @@ class Policy(BaseModel):
             ValueError: a part is made for another number of layers.
         """
         budget = (budget or self.budget).with_floor(self.min_tokens)
-        spans = spans if self.evicts else ()  # or everything is protected
+        spans = spans if self.evicts else ()  # everything stays anyway
         return plan_prompt(self, prompt_len, num_layers, block_size, budget, turns, spans)
 
     # In the engine ------------------------------------------------------------------------------
