@@ -46,6 +46,7 @@ from tests.scheduler.head_lengths import CHUNKED_KIND as CHUNKED_HEADS
 from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
 from tests.scheduler.head_lengths import SOME_KIND as SOME_LENGTHS
 from vllm_pyramid.compat.side_channel import read_report
+from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
@@ -287,6 +288,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if isinstance(origin, int):  # the next turn of somebody's conversation
             name, most = self.named(origin), 2 * self.setup.max_model_len // 3
             said = list(self.requests[name].all_token_ids) if name else []
+            if name and origin >= 48:  # its client does not repeat the answer
+                del said[self.requests[name].num_prompt_tokens :]
             return [*said, *range(50, 50 + length)][:most]
         leaves, branch = origin
         return [1000 + i if i < leaves else 2000 + 100 * branch + i for i in range(length)]
@@ -449,11 +452,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         counters = host.counters
         for name in ("hits", "evictions", "loaded"):
             self.seen[f"host {name}"] += getattr(counters, name) > 0
-        owners = self.owners()
+        owners, turns = self.owners(), self.turn_names()
         for name, entry in host._entries.items():
             slots = [host._table._manager._policy.chunks[key].chunk_id for key in host._keys(entry)]
             tags = self.worker.host_SLN[slots].reshape(-1, self.worker.host_SLN.shape[-1])
             tags = tags[: entry.num_blocks, : self.setup.block_size]
+            if name[:HASH_BYTES] in turns:  # what is behind the turn's end is nobody's
+                self.seen["host turns"] += 1
+                continue
             assert (tags >= 0).all(), "a slot that was never written"
             index, request = owners[name[:HASH_BYTES]]
             end = (index + 1) * self.setup.block_size
@@ -467,6 +473,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             positions = np.arange(end - self.setup.block_size, end)
             for layer in range(self.setup.num_layers):
                 self.worker.check_shared(layer, positions, tags[layer], expected)
+
+    def turn_names(self) -> set[bytes]:
+        """What names the tokens of the turns that end inside a block."""
+        cache, found = self.coordinator.prefixes.cache, set()
+        for name, (ends, *_) in self.talks.items():
+            request = self.requests[name]
+            for end in ends:
+                turn = turn_name(request, cache.hashes(request), cache.tokens, end, b"")
+                found.add(b"" if turn is None else turn[:HASH_BYTES])
+        return found
 
     def owners(self) -> dict[Any, tuple[int, Request]]:
         """By the name of a row, one whose tokens it holds, and which of its rows it is."""
