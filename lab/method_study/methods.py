@@ -9,7 +9,8 @@ own code and defaults (`presses.py`). Further arguments that the engine does not
 
 - "ends": 0.1 keeps that share of each layer's tokens at either end of the prompt;
 - "floor": 32 keeps that many of each message of a chat, the best by their scores;
-- "spans": true keeps the system prompt and the template's tokens, as `--kv-keep template` does;
+- "spans": true keeps the system prompt and the template's tokens within the budget
+  (`--kv-keep template` keeps them beside it);
 - "static": "echo" lets some heads keep everything and the others stream (`static_heads.py`).
 
 Where a policy selects pages (`attend`), the budget is what is read, and "keep" what is kept;

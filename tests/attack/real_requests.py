@@ -154,7 +154,7 @@ class Clients:
         )
         try:
             self.engine.client.add_request(name, {"prompt_token_ids": prompt}, params)
-        except VLLMValidationError:  # spans that do not fit into the budget, or not beside turns
+        except VLLMValidationError:  # spans behind the prompt, or not beside turns
             if "kv_keep" not in own:
                 raise
             self.seen["spans refused"] += 1

@@ -71,10 +71,12 @@ def talk(
     answer: int = 40,
     on_step: Any = None,
     like: Sequence[Outcome] = (),
+    **own: Any,
 ) -> list[Outcome]:
     """A conversation, turn by turn; what a response says goes into the next request.
 
     Args:
+        own: further settings of each request.
         like: the outcomes of another engine, whose responses go there in place of this one's.
     """
     tokens: list[int] = []
@@ -82,7 +84,8 @@ def talk(
     outcomes = []
     for turn, words in enumerate(said):
         tokens = [*tokens, *words]
-        outcomes += engine.run([Job(tokens, greedy(answer, logprobs=2, kv_turns=turns))], on_step)
+        settings = greedy(answer, logprobs=2, kv_turns=turns, **own)
+        outcomes += engine.run([Job(tokens, settings)], on_step)
         tokens = [*tokens, *(like[turn] if like else outcomes[-1]).token_ids]
         assert outcomes[-1].report["kv_turns"] == [*turns, len(outcomes[-1].job.prompt)]
         turns = outcomes[-1].report["kv_turns"]

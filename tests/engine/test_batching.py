@@ -205,9 +205,9 @@ def test_settings_of_requests_mix_in_one_step(engines: EnginePool, random_model:
         {"kv_turns": [200, 400]},
         {"kv_keep": [20, 27]},
         {},
-        {"kv_keep": [0, 9, 100, 110], "kv_budget": 70},
+        {"kv_keep": [0, 9, 60, 90], "kv_budget": 40},
         {"kv_policy": "full"},
-        {"kv_turns": [90], "kv_keep": [0, 12]},
+        {"kv_turns": [90], "kv_keep": [0, 120]},
     ]
     prompts = _prompts(600, 170, 300, 120, 130, 240)
     jobs = [
@@ -219,6 +219,12 @@ def test_settings_of_requests_mix_in_one_step(engines: EnginePool, random_model:
     ]
     together = engine.run(jobs[0])
     assert [run.output.outputs[0].finish_reason for run in together] == ["length"] * len(own)
+    assert [run.report["kv_budget"] for run in together] == [64, 64, 64, 40, 130, 64]
+    protected = [run.report.get("protected_tokens") for run in together]
+    assert protected == [None, 7, None, 39, None, 120]
+    for run, stays in zip(together, protected, strict=True):
+        held = {kept - run.report["kv_budget"] - (stays or 0) for kept in run.report["kept_tokens"]}
+        assert held <= {*range(16)}
     assert_same_tokens(together, [engine.run([job])[0] for job in jobs[1]])
     engine.check_whole()
 

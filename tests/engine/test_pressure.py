@@ -91,26 +91,31 @@ def test_answers_are_exact_while_there_is_room(
 
 
 @pytest.mark.parametrize(
-    ("policy", "further"),
+    ("policy", "further", "own"),
     [
-        ("auto", {}),
-        ("snapkv", {"kv_cache_dtype": "fp8"}),
-        ("pyramidkv", {}),
-        ("streaming-llm", {"kv_policy_args": {}}),
-        ("keydiff", {"kv_policy_args": {"window": 16, "fill_blocks": False}}),
+        ("auto", {}, {}),
+        ("snapkv", {"kv_cache_dtype": "fp8"}, {}),
+        ("pyramidkv", {}, {}),
+        ("pyramidkv", {}, {"kv_keep": [0, 20, 40, 60]}),
+        ("streaming-llm", {"kv_policy_args": {}}, {}),
+        ("keydiff", {"kv_policy_args": {"window": 16, "fill_blocks": False}}, {}),
     ],
 )
 def test_an_order_at_the_prompts_end_is_an_eviction_there(
-    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str, further: dict[str, Any]
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    policy: str,
+    further: dict[str, Any],
+    own: dict[str, Any],
 ) -> None:
     """Ordered to the floor at once, requests keep and say what the policy's own schedule does."""
     settings = {**SETTINGS, "kv_policy": policy, **further}
     model = tiny_model("mistral")
-    always = engines.get(model, **settings).run(_jobs())
+    always = engines.get(model, **settings).run(_jobs(**own))
     engine = engines.get(model, **settings, kv_evict="pressure")
     engine.shuffle_blocks()
     with _short_of(engine, lambda step: 1 << 20):
-        found = engine.run(_jobs())
+        found = engine.run(_jobs(**own))
     _same(found, always)
     for one, other in zip(found, always, strict=True):
         assert one.report["kept_tokens"] == other.report["kept_tokens"]

@@ -53,6 +53,32 @@ def test_a_state_ends_anywhere_in_a_block(engines: EnginePool, tmp_path: Path) -
     assert_same_tokens(found[2], found[0])
 
 
+@pytest.mark.parametrize("answer", [3, ANSWER])
+def test_a_turn_whose_answer_is_not_repeated(
+    engines: EnginePool, tiny_model: Callable[[str], Path], answer: int
+) -> None:
+    """Clients cut answers or render them anew: each turn goes on from the end of the one before."""
+    said, found = random_prompts(SAID, seed=4), []
+    for caching, asynchronous in ((False, False), (True, False), (True, True)):
+        own = {"enable_prefix_caching": caching, "async_scheduling": asynchronous}
+        engine = engines.get(tiny_model("mistral"), **SETTINGS, **own)
+        engine.shuffle_blocks()
+        tokens: list[int] = []
+        ends: list[int] = []
+        turns = []
+        for words in said:
+            tokens = [*tokens, *words]
+            turns.append(ask(engine, tokens, ends, answer))
+            ends = [*ends, len(tokens)]
+        # The third evicts nothing at its end, so it leaves whole blocks behind the second's.
+        resumed = [turn.report["resumed_tokens"] for turn in turns]
+        assert resumed == ([0, 300, 450, 464] if caching else [0] * 4)
+        found.append(turns)
+        engine.check_whole()
+    assert_same_tokens(found[1], found[0])
+    assert_same_tokens(found[2], found[0])
+
+
 def _crowd(engine: Engine, look: Any, like: Sequence[Outcome] = ()) -> list[Outcome]:
     """Three turns of four conversations, side by side; one of the second turns is aborted.
 

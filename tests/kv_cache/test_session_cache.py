@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool, host_of
 from tests.scheduler.harness import make_request
-from vllm_pyramid.kv_cache.evicted_names import EvictedNames
+from vllm_pyramid.kv_cache.evicted_names import EvictedNames, turn_name
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
@@ -120,8 +121,8 @@ def test_it_is_dissolved_from_its_end_and_its_survivors_last() -> None:
     assert pair.worker.num_resumed == 1, "it found what was forgotten"
 
 
-def test_a_short_answer_leaves_the_state_before() -> None:
-    """The last survivor's row is not full, so nothing names it; the turn before is found."""
+def test_a_short_answer_leaves_the_state_of_its_turn() -> None:
+    """The last survivor's row is not full; the turn names it."""
     pair = _pair()
     said = _say(pair, "first", prompt(70), 21, [])
     tokens = [*said, *prompt(42, 500)]
@@ -129,7 +130,86 @@ def test_a_short_answer_leaves_the_state_before() -> None:
     said = _say(pair, "second", tokens, 2, [70])
     assert pair.worker.num_adopted == 90 // 4 * 4
     _say(pair, "third", [*said, *prompt(40, 700)], 2, [70, len(tokens)])
-    assert pair.worker.num_adopted == 2 * (90 // 4 * 4)
+    assert pair.worker.num_adopted == 90 // 4 * 4 + len(tokens)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+@pytest.mark.parametrize("answer", [2, 21])
+def test_an_answer_that_is_not_repeated_costs_itself(
+    asynchronous: bool, policy: str, answer: int
+) -> None:
+    """Clients cut answers, or render them anew: what was kept of the prompt is found."""
+    pair = _pair(asynchronous=asynchronous, policy=policy, late=asynchronous)
+    tokens, turns, adopted = prompt(70), [], 0
+    for index in range(4):
+        _say(pair, f"r{index}", tokens, answer, turns)
+        assert pair.worker.num_resumed == index and pair.worker.num_adopted == adopted
+        turns, adopted = [*turns, len(tokens)], adopted + len(tokens)
+        tokens = [*tokens, *prompt(41, 500 + 100 * index)]
+
+
+def test_a_turn_with_two_answers_is_found_by_each_and_by_itself() -> None:
+    pair = _pair()
+    tokens, adopted = prompt(70), 0
+    said = _say(pair, "first", tokens, 21, [])
+    other = [*tokens, *prompt(40, 500)]
+    for name, prompt_tokens, found in (
+        ("cut", other, 70),
+        ("again", [*said, *prompt(40, 600)], 88),
+        ("another", [*tokens, 7, *prompt(40, 700)], 70),
+        ("a part", [*said[:75], *prompt(40, 800)], 72),
+        ("less than a block", [*said[:71], *prompt(40, 900)], 70),
+    ):
+        _say(pair, name, prompt_tokens, 21, [70])
+        adopted += found
+        assert pair.worker.num_adopted == adopted, name
+    assert pair.worker.num_resumed == 5
+    _say(pair, "other", [*prompt(69), 5, *prompt(40, 500)], 21, [70])
+    assert pair.worker.num_resumed == 5, "its last token differs"
+    _say(pair, "near", prompt(75), 2, [70])
+    assert pair.worker.num_resumed == 5, "the queries of its end are computed in one step"
+
+
+@pytest.mark.parametrize("answer", [2, 21])
+def test_a_turn_is_found_in_the_host_too(answer: int) -> None:
+    pair = _pair(num_blocks=3 * 40, host_slots=60)
+    _say(pair, "first", prompt(70), answer, [])
+    pair.pool.free_blocks(pair.pool.get_new_blocks(pair.pool.get_num_free_blocks()))
+    assert not _states(pair)
+    _say(pair, "second", [*prompt(70), *prompt(40, 500)], 4, [70])
+    assert (pair.worker.num_resumed, pair.worker.num_adopted) == (1, 70)
+
+
+def test_turns_are_forgotten_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_pyramid.kv_cache.session_cache.MAX_TURNS", 1)
+    pair = _pair()
+    for index in range(2):
+        _say(pair, f"r{index}", prompt(70, 100 * index), 21, [])
+    for index in (1, 0):
+        _say(pair, f"s{index}", [*prompt(70, 100 * index), *prompt(40, 500)], 4, [70])
+        assert pair.worker.num_resumed == 1
+
+
+def test_what_names_a_turn() -> None:
+    """Its tokens and all that its blocks' hashes tell; nothing where these tell less."""
+
+    def name(tokens: list[int], point: int, salt: str | None = None, key: bytes = b"k") -> Any:
+        request = make_request("r", tokens, hash_block_size=4, cache_salt=salt)
+        return turn_name(request, request.block_hashes, 4, point, key)
+
+    found = name(prompt(20), 10)
+    assert found is not None and found[32:] == b"@k"
+    assert found == name([*prompt(10), 7, 7, 7], 10)
+    others = [name(prompt(20), 11), name([*prompt(9), 7, 7, 7], 10), name(prompt(20), 10, "a")]
+    others += [name([1, *prompt(20)[1:]], 10), name(prompt(20), 10, key=b"l")]
+    assert None not in others and len({found, *others}) == 6
+    assert name(prompt(20), 3) is None and name(prompt(20), 8) is None
+    request = make_request("r", prompt(20), hash_block_size=4)
+    for offset, length, told in ((0, 8, True), (6, 3, False), (9, 1, False), (10, 4, True)):
+        at = SimpleNamespace(offset=offset, length=length)
+        request.mm_features = [SimpleNamespace(mm_position=at)]  # type: ignore[list-item]
+        assert (turn_name(request, request.block_hashes, 4, 10, b"k") is not None) == told
 
 
 def test_who_evicts_nothing_in_its_turn_leaves_the_same_state() -> None:

@@ -47,7 +47,7 @@ HOST = {"values": "host"}
         ("snapkv", {"fill_blocks": False}, {F.KV_TURNS}, r"\(fill_blocks: false\).*whole blocks"),
         ("snapkv", {"fill_blocks": False}, {F.CUDA}, "do not mask; set fill_blocks to true"),
         ("xkv", {}, {F.KV_TURNS}, "solved from the scores of a whole prompt"),
-        ("xkv", {}, {F.KV_KEEP}, "solved .* smallest layer keeps is not known"),
+        ("xkv", {}, {F.KV_KEEP}, "solved .* those of the spans among them"),
         ("zigzagkv", {}, {F.PIPELINE}, "vllm-pyramid calibrate"),
         ("snapkv-chunked", {}, {F.KV_TURNS}, "chunk.tokens"),
         ("snapkv-chunked", {}, {F.PROMPT_LOGPROBS}, "evicted cache; .*full"),

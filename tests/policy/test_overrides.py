@@ -17,7 +17,7 @@ from vllm_pyramid.policy.overrides import (
     RequestOverrides,
     parse_overrides,
 )
-from vllm_pyramid.policy.request import resolve
+from vllm_pyramid.policy.request import TEMPLATE_KEY, resolve, with_template
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS, RequestKeys
 
 pytestmark = pytest.mark.cpu
@@ -47,7 +47,7 @@ def check_kept(
     max_tokens: int = 100,
 ) -> None:
     served = load_policy(policy, budget, args)
-    request = resolve(served, RequestKeys.parse(extra))
+    request = with_template(resolve(served, RequestKeys.parse(extra)), extra)
     overrides.check_kept(request, served, prompt_len, max_tokens, Layers(4, 16))
 
 
@@ -121,6 +121,29 @@ def test_whoever_may_name_a_session_may_have_its_turns() -> None:
         (512, {"kv_policy": "full"}, 513, "keep 513 of 513 .* allows 512"),
         # Also below the server's own budget: a request cannot raise what it keeps.
         ("5%", {"kv_budget": "13%"}, 1000, "keep 130 of 1000 .* allows 120 .* keeps 120"),
+        # A request's own spans are among what it may keep.
+        (
+            "25%",
+            {"kv_keep": [0, 200]},
+            1000,
+            "keep 296 .*, 200 of them for its spans .* allows 250",
+        ),
+        ("25%", {"kv_keep": [5, 200, 300, 992]}, 1000, "887 of them for its spans .* allows 250"),
+        (512, {"kv_keep": [0, 500], "kv_turns": [400]}, 1000, "keep 560 of 1000 .* allows 512 "),
+        # Those of the template are beside it.
+        (
+            "25%",
+            {TEMPLATE_KEY: [0, 700], "kv_budget": "26%"},
+            1000,
+            r"keep 778 .*, 700 .* allows 775 \(--kv-max-request-budget 25% beside 700 .* 736\)",
+        ),
+        (
+            "25%",
+            {TEMPLATE_KEY: [0, 700], "kv_keep": [700, 750]},
+            1000,
+            "780 .*, 750 of .* allows 775",
+        ),
+        ("25%", {TEMPLATE_KEY: [0, 700], "kv_policy": "full"}, 1000, "keep 1000 of 1000 .* 775"),
     ],
 )
 def test_more_than_the_limit(
@@ -144,6 +167,12 @@ def test_more_than_the_limit(
         (512, {"kv_policy": "full"}, 512),
         (512, {"kv_policy": "pyramidkv"}, 100_000),  # 12,000 of its own accord
         ("5%", {"kv_budget": "12%"}, 1000),
+        ("25%", {"kv_keep": [0, 140]}, 1000),
+        ("25%", {TEMPLATE_KEY: [0, 700]}, 1000),
+        ("25%", {TEMPLATE_KEY: [0, 700], "kv_turns": [600, 800]}, 1000),
+        ("25%", {TEMPLATE_KEY: [0, 700], "kv_budget": "25%", "kv_turns": [710, 800]}, 1000),
+        ("25%", {TEMPLATE_KEY: [0, 700], "kv_keep": [690, 730]}, 1000),
+        ("1%", {TEMPLATE_KEY: [0, 1000]}, 1000),
     ],
 )
 def test_up_to_the_limit(limit: str | int, extra: dict[str, Any], prompt_len: int) -> None:
@@ -188,6 +217,10 @@ def test_limits_without_effect(
     RequestOverrides(allowed).check_policy(load_policy(policy, budget))
 
 
+def test_a_limit_of_spans_alone_has_an_effect() -> None:
+    RequestOverrides(("keep",), 512).check_policy(load_policy("snapkv", "12%"))
+
+
 def test_turns_do_not_raise_what_a_prompt_holds() -> None:
     """A request whose evictions are used up holds up to 1,023 tokens on top of its budget."""
     overrides = RequestOverrides(max_budget="25%")
@@ -213,6 +246,9 @@ def test_turns_within_the_limit_are_served(data: st.DataObject) -> None:
     length = turns.pop() + data.draw(st.integers(1, 40))
     share = data.draw(st.integers(12, 25))
     overrides = RequestOverrides(max_budget="25%")
+    system = min(data.draw(st.integers(0, 3000)), length)
+    template = {TEMPLATE_KEY: [0, system]} if system else {}
     for own in ({}, {"kv_budget": f"{share}%"}):
-        check_kept(overrides, {**own, "kv_turns": turns}, length, args={"min_tokens": 0})
-        check_kept(overrides, {**own, "kv_turns": turns}, length, args={"min_tokens": 256})
+        for floor in (0, 256):
+            asked = {**own, **template, "kv_turns": turns}
+            check_kept(overrides, asked, length, args={"min_tokens": floor})

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.plan import EvictionPoint, IntArray, LevelPlan, RetentionPlan
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.kept_spans import check_spans_fit
-from vllm_pyramid.policy.request import ServedRequest
 from vllm_pyramid.policy.schedules import IntervalSchedule
 
 pytestmark = pytest.mark.cpu
@@ -188,11 +186,3 @@ def test_levels_are_nested_and_end_at_the_floor(
     assert ordered.evictions_by(prompt_len) == len(skips)
     assert ordered.next_eviction(prompt_len) is None
     assert (plan.estimate().end.skip == skips[-1]).all()
-
-
-def test_spans_must_fit_the_lowest_level() -> None:
-    policy = load_policy("snapkv", "12%", {"window": 16, "schedule": "pressure"})
-    served = ServedRequest(policy, keep=((0, 200),))
-    with pytest.raises(ValueError, match="the smallest layer keeps 120"):
-        check_spans_fit(served, 1000, 4, 16)
-    check_spans_fit(served._replace(keep=((0, 100),)), 1000, 4, 16)

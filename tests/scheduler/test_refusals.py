@@ -69,7 +69,7 @@ def test_what_the_operator_forbids(asynchronous: bool, extra: dict[str, Any]) ->
     assert ended == {"allowed": FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize("keep", [[0, 81], [40, 80], [5], "0-4"])
+@pytest.mark.parametrize("keep", [[0, 81], [40, 44, 79, 81], [5], "0-4"])
 def test_spans_that_cannot_be_kept(keep: Any) -> None:
     Engine().check_refused(make_request("wrong", 80, 4, {"kv_keep": keep}))
 

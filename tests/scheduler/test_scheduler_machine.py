@@ -46,6 +46,7 @@ from tests.scheduler.head_lengths import CHUNKED_KIND as CHUNKED_HEADS
 from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
 from tests.scheduler.head_lengths import SOME_KIND as SOME_LENGTHS
 from vllm_pyramid.compat.side_channel import read_report
+from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.solved import SolvingAllocator
@@ -58,6 +59,8 @@ from vllm_pyramid.plan import (
     least_given_back,
     peak_blocks,
 )
+from vllm_pyramid.policy.capabilities import Feature
+from vllm_pyramid.policy.kept_spans import Spans, flat, only_leading
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.scheduler.admission import Admission
@@ -82,6 +85,11 @@ OVERRIDES: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 9},
     {"kv_budget": "60%"},
     {"other": 1},
+)
+# Spans that stay, where the policy can keep them; they end with the prompt at the latest.
+SPANS: tuple[Spans, ...] = (
+    *((),) * 5,
+    *(((0, 4),), ((0, 30),), ((0, 96),), ((0, 9), (12, 40)), ((17, 18),)),
 )
 PROMPT_LENS = st.one_of(st.integers(1, 64), st.integers(1, 8), st.sampled_from([9, 10, 32, 64]))
 # Where a prompt leaves the trunk of a tree of prompts, and along which branch; or whose answer it
@@ -190,13 +198,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 st.sampled_from(OVERRIDES),
                 ORIGINS,
                 st.sampled_from(SALTS),
+                st.sampled_from(SPANS),
             ),
             min_size=1,
             max_size=4,
         )
     )
     def add(self, prompts: list[Any]) -> None:
-        for prompt_len, max_tokens, override, origin, salt in prompts:
+        for prompt_len, max_tokens, override, origin, salt, spans in prompts:
             request_id = f"r{self.num_requests}"
             self.num_requests += 1
             if not self.setup.turns:  # where a conversation grows by itself
@@ -204,6 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.setup.prefix_caching:
                 prompt = self.prompt_from(origin, prompt_len)
                 prompt_len = len(prompt)
+                override = self.with_spans(override, spans, prompt_len)
                 if self.setup.turns and not (override and override.get("kv_policy")):
                     before: list[int] = []
                     if isinstance(origin, int) and (name := self.named(origin)) in self.talks:
@@ -223,6 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if salt is not None:
                     self.worker.salts[request_id] = salt
             else:
+                override = self.with_spans(override, spans, prompt_len)
                 request = make_request(request_id, prompt_len, max_tokens, override)
             self.requests[request_id] = request
             self.plans[request_id] = plan_for(
@@ -242,6 +253,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.plans[request_id] = self.coordinator.plans.of(request_id)
                 self.seen["averaged"] += request_id in sampled._averaged
             assert self.coordinator.plans.of(request_id) is self.plans[request_id]
+
+    def with_spans(
+        self, override: dict[str, Any] | None, spans: Spans, prompt_len: int
+    ) -> dict[str, Any] | None:
+        """Return a request's settings with those spans that its policy can keep."""
+        policy = self.scheduler.pyramid.policy
+        inside = tuple((start, min(end, prompt_len)) for start, end in spans if start < prompt_len)
+        if self.setup.turns or policy.why_not(Feature.INNER_SPANS) is not None:
+            inside = only_leading(inside)
+        if not inside or policy.why_not(Feature.KV_KEEP) is not None:
+            return override
+        self.seen["spans"] += 1
+        return {**(override or {}), "kv_keep": flat(inside)}
 
     def refused(
         self, request_id: str, prompt_len: int, max_tokens: int, override: dict[str, Any] | None
@@ -264,6 +288,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if isinstance(origin, int):  # the next turn of somebody's conversation
             name, most = self.named(origin), 2 * self.setup.max_model_len // 3
             said = list(self.requests[name].all_token_ids) if name else []
+            if name and origin >= 48:  # its client does not repeat the answer
+                del said[self.requests[name].num_prompt_tokens :]
             return [*said, *range(50, 50 + length)][:most]
         leaves, branch = origin
         return [1000 + i if i < leaves else 2000 + 100 * branch + i for i in range(length)]
@@ -426,11 +452,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         counters = host.counters
         for name in ("hits", "evictions", "loaded"):
             self.seen[f"host {name}"] += getattr(counters, name) > 0
-        owners = self.owners()
+        owners, turns = self.owners(), self.turn_names()
         for name, entry in host._entries.items():
             slots = [host._table._manager._policy.chunks[key].chunk_id for key in host._keys(entry)]
             tags = self.worker.host_SLN[slots].reshape(-1, self.worker.host_SLN.shape[-1])
             tags = tags[: entry.num_blocks, : self.setup.block_size]
+            if name[:HASH_BYTES] in turns:  # what is behind the turn's end is nobody's
+                self.seen["host turns"] += 1
+                continue
             assert (tags >= 0).all(), "a slot that was never written"
             index, request = owners[name[:HASH_BYTES]]
             end = (index + 1) * self.setup.block_size
@@ -444,6 +473,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             positions = np.arange(end - self.setup.block_size, end)
             for layer in range(self.setup.num_layers):
                 self.worker.check_shared(layer, positions, tags[layer], expected)
+
+    def turn_names(self) -> set[bytes]:
+        """What names the tokens of the turns that end inside a block."""
+        cache, found = self.coordinator.prefixes.cache, set()
+        for name, (ends, *_) in self.talks.items():
+            request = self.requests[name]
+            for end in ends:
+                turn = turn_name(request, cache.hashes(request), cache.tokens, end, b"")
+                found.add(b"" if turn is None else turn[:HASH_BYTES])
+        return found
 
     def owners(self) -> dict[Any, tuple[int, Request]]:
         """By the name of a row, one whose tokens it holds, and which of its rows it is."""

@@ -89,6 +89,19 @@ def test_budgets_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["blocks_share"] == pytest.approx(plan.end.blocks.sum() / 96)
 
 
+def test_budgets_with_a_system_prompt_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["budgets", "--num-layers", "3", "--prompt-len", "20000", "--kv-policy", "auto"]
+    argv += ["--kv-budget", "12%"]
+    assert run_json(capsys, *argv)["protected_tokens"] == 0
+    argv += ["--keep-first", "2545"]
+    report = run_json(capsys, *argv)
+    assert (report["budget_tokens"], report["protected_tokens"]) == (2096, 2541)
+    assert [row["keep"] for row in report["layers"]] == [4637] * 3
+    assert main(argv) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2096 on average beside 2541 tokens that stay in any case" in out
+
+
 def test_budgets_with_v_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """(m + L) / 2m of the blocks on the device; V of the swapped pages on the host."""
     argv = ("budgets", "--num-layers", "32", "--prompt-len", "8192", "--kv-policy", "kcache")
@@ -252,6 +265,8 @@ def test_lengths_that_depend_on_the_prompt_beside_windows(
         (["--kv-policy-args", "{"], "not valid JSON"),
         (["--kv-policy-args", '{"x": 1}'], "unknown argument 'x'"),
         (["--kv-policy", "/nowhere/x.yaml"], "cannot read the policy file"),
+        (["--kv-policy", "xkv", "--keep-first", "9"], "does not work with --keep-first"),
+        (["--prompt-len", "8", "--keep-first", "9"], "9 is more than the prompt's 8 tokens"),
     ],
 )
 def test_errors_are_one_line(

@@ -60,14 +60,15 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "kv_max_request_budget": {
         "metavar": "N|P%%",
-        "help": "The most that a request's kv_budget, kv_min_tokens or kv_policy may have its "
-        "prompt keep: a number of tokens, or a percentage of the prompt. What the server keeps of "
-        "it by itself is always allowed. Default: no limit.",
+        "help": "The most that a request's kv_budget, kv_min_tokens, kv_policy or kv_keep may have "
+        "its prompt keep: a number of tokens, or a percentage of the prompt. What the server keeps "
+        "of it by itself is always allowed, and what --kv-keep protects counts beside the limit. "
+        "Default: no limit.",
     },
     "kv_keep": {
         "metavar": "template[+N]",
         "help": "Keep the system prompt, the tools and the template's own tokens of every chat in "
-        "every layer and KV head, with the first N tokens of each message, within the budget. "
+        "every layer and KV head, with the first N tokens of each message, beside the budget. "
         "Default: what the policy keeps.",
     },
     "kv_host_cache": {

@@ -19,7 +19,7 @@ from vllm_pyramid.frontend.layer_kinds import BOTH, FULL, has_other_layers, laye
 from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.heads import Heads
-from vllm_pyramid.policy.kept_spans import check_spans_fit
+from vllm_pyramid.policy.kept_spans import check_spans
 from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -135,13 +135,12 @@ class PolicyRequestChecks:
         params = request.sampling_params
         try:
             found.check_turns(length)
+            check_spans(found.keep, length)
             layers = None
-            if found.keep or (found.resumed_turns and settings.overrides.max_budget is not None):
+            if found.resumed_turns and settings.overrides.max_budget is not None:
                 layers = _layers_of(processor.vllm_config)
             overrides, policy = settings.overrides, settings.policy
             overrides.check_kept(found, policy, length, params.max_tokens, layers)
-            if found.keep and layers is not None:
-                check_spans_fit(found, length, *layers)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
         if settings.policy.inner_policy is None:

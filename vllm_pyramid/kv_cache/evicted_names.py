@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import itemgetter
 
+import numpy as np
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.request import Request
 
 from vllm_pyramid.plan import Plan, RetentionPlan
 from vllm_pyramid.policy.request import ServedRequest
@@ -64,6 +67,32 @@ class EvictedNames:
 def session_name(block_hash: BlockHash, key: bytes) -> BlockHash:
     """Return the name of a session's bundle; a bare hash names a bundle of the full cache."""
     return BlockHash(block_hash + _suffix(key))
+
+
+def turn_name(
+    request: Request, hashes: Sequence[BlockHash], size: int, point: int, key: bytes
+) -> BlockHash | None:
+    """Return the name of a session's base for what follows a turn that ends inside a block.
+
+    Args:
+        hashes: of the request's bundles. size: tokens of a bundle.
+        point: tokens at which the turn ends; all of them are the request's.
+        key: see `EvictedNames`.
+
+    Returns:
+        None if the turn ends at a block's edge, where `session_name` names its base; in the first
+        block, which has no hash before it; or among what tokens do not tell: images, embeddings.
+    """
+    whole, tail = divmod(point, size)
+    if not tail or not whole or request.prompt_embeds is not None:
+        return None
+    start = whole * size
+    for feature in request.mm_features:
+        at = feature.mm_position
+        if at.offset < point and start < at.offset + at.length:
+            return None
+    tokens = np.array(request.all_token_ids[start:point], np.int64)
+    return session_name(BlockHash(sha256(hashes[whole - 1] + tokens.tobytes()).digest()), key)
 
 
 def _suffix(key: bytes) -> bytes:

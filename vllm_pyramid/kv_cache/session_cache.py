@@ -31,6 +31,10 @@ from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.evicted_names import session_name
 from vllm_pyramid.plan import RetentionPlan
 
+# Turns that end inside a block and whose base is known; a base of an older one is found by the
+# tokens up to its block's end alone.
+MAX_TURNS = 1 << 14
+
 
 @dataclass(frozen=True)
 class SessionSnapshot:
@@ -43,8 +47,8 @@ class SessionSnapshot:
         skip: `[layers]` tokens that the eviction skips.
         bundles: the base, and the bundles behind it, as far as the device has them.
         in_host: the names of those that come behind these, which the tier below the pool has.
-        hashes: the hashes of all bundles from position 0 to the last one.
-        tokens: tokens up to the end of the last bundle.
+        hashes: the hashes of all whole bundles from position 0 on.
+        tokens: tokens up to the end of the last bundle, or up to the turn's end inside the base.
         origin: the request that evicted.
     """
 
@@ -77,6 +81,8 @@ class SessionCache:
         self, pool: BundlePool, managers: Sequence[SingleTypeKVCacheManager], tokens: int
     ) -> None:
         self._pool, self._managers, self._tokens = pool, managers, tokens
+        # The base for each turn that ends inside a block, by `turn_name`; the latest is last.
+        self._turns: dict[BlockHash, BlockHash] = {}
 
     def find(
         self,
@@ -86,6 +92,7 @@ class SessionCache:
         most: int,
         least: Callable[[int], int],
         covered: Callable[[Sequence[BlockHash]], int],
+        turn: Callable[[int, bytes], BlockHash | None],
     ) -> SessionSnapshot | None:
         """Return the session that has most of a request's tokens; None if there is none.
 
@@ -96,39 +103,90 @@ class SessionCache:
             most: the most tokens that the session may have.
             least: tokens that must remain to be computed before an eviction at a given point.
             covered: how many of given bundles the stock groups can continue with.
+            turn: `turn_name` of the request, by the point of an eviction and its key; None where
+                the stock groups can continue at the edges of blocks alone.
         """
-        limit, cached, tier = most, self._pool.bundles, self._pool.tier
+        limit = most
         for number in reversed(keys):
             point, key = plan.computed_at(number), keys[number]
-            first, last = self._base(point), min(limit // self._tokens, len(hashes))
+            found = self._find_whole(hashes, plan, number, key, limit, least, covered)
+            if found is None and point <= limit and (name := turn(point, key)) is not None:
+                found = self._find_turn(hashes, plan, number, name, least)
+            if found is not None:
+                return found
             limit = min(most, point - least(point))  # for the session before this eviction
-            if last <= first:
-                continue
-            base = session_name(hashes[first], key)
-            if base not in cached and base not in tier:
-                continue
-            names = [session_name(block_hash, key) for block_hash in hashes[first:last]]
-            on_device = self._pool.longest_prefix(names)
-            there = on_device + tier.longest_prefix(names[on_device:])
-            if there and not on_device:
-                heads = self.heads(plan.skip_after(number))
-                if tier.num_blocks(base) != int((first + 1 - heads).sum()):
-                    continue  # it cannot be this request's
-            count = covered(hashes[: first + there])
-            end = plan.prompt_len
-            if 0 < end - count * self._tokens < least(end):  # it evicts there, if nothing goes
-                count = covered(hashes[: max(end - least(end), 0) // self._tokens])
-            if count <= first:
-                continue  # the base is found whole or not at all
-            names = names[: count - first]
-            bundles, in_host = [cached[name] for name in names[:on_device]], names[on_device:]
-            skip, tokens = plan.skip_after(number), count * self._tokens
-            origin = bundles[0].origin if bundles else tier.origin(names[0])
-            assert origin is not None, "a base has an origin"
-            return SessionSnapshot(
-                plan, number, point, skip, bundles, in_host, hashes[:count], tokens, origin
-            )
         return None
+
+    def _find_whole(
+        self,
+        hashes: Sequence[BlockHash],
+        plan: RetentionPlan,
+        number: int,
+        key: bytes,
+        limit: int,
+        least: Callable[[int], int],
+        covered: Callable[[Sequence[BlockHash]], int],
+    ) -> SessionSnapshot | None:
+        """Return a session behind an eviction, up to the end of a block at `limit` or before."""
+        cached, tier, point = self._pool.bundles, self._pool.tier, plan.computed_at(number)
+        first, last = self._base(point), min(limit // self._tokens, len(hashes))
+        if last <= first:
+            return None
+        base = session_name(hashes[first], key)
+        if base not in cached and base not in tier:
+            return None
+        names = [session_name(block_hash, key) for block_hash in hashes[first:last]]
+        on_device = self._pool.longest_prefix(names)
+        there = on_device + tier.longest_prefix(names[on_device:])
+        if there and not on_device and not self._fits(base, plan, number):
+            return None
+        count = covered(hashes[: first + there])
+        end = plan.prompt_len
+        if 0 < end - count * self._tokens < least(end):  # it evicts there, if nothing goes
+            count = covered(hashes[: max(end - least(end), 0) // self._tokens])
+        if count <= first:
+            return None  # the base is found whole or not at all
+        names = names[: count - first]
+        bundles, in_host = [cached[name] for name in names[:on_device]], names[on_device:]
+        return self._snapshot(plan, number, bundles, in_host, hashes[:count], count * self._tokens)
+
+    def _find_turn(
+        self,
+        hashes: Sequence[BlockHash],
+        plan: RetentionPlan,
+        number: int,
+        name: BlockHash,
+        least: Callable[[int], int],
+    ) -> SessionSnapshot | None:
+        """Return a session that ends with the turn itself, inside a block, whatever followed it."""
+        cached, tier, point = self._pool.bundles, self._pool.tier, plan.computed_at(number)
+        if 0 < plan.prompt_len - point < least(plan.prompt_len):
+            return None
+        base, known = self._turns.get(name, name), hashes[: self._base(point)]
+        if base in cached:
+            return self._snapshot(plan, number, [cached[base]], [], known, point)
+        if tier.longest_prefix([base]) and self._fits(base, plan, number):
+            return self._snapshot(plan, number, [], [base], known, point)
+        return None
+
+    def _fits(self, base: BlockHash, plan: RetentionPlan, number: int) -> bool:
+        """Return whether a base below the pool has the blocks that this request's would have."""
+        heads, end = self.heads(plan.skip_after(number)), self._base(plan.computed_at(number)) + 1
+        return self._pool.tier.num_blocks(base) == int((end - heads).sum())
+
+    def _snapshot(
+        self,
+        plan: RetentionPlan,
+        number: int,
+        bundles: Sequence[BlockBundle],
+        in_host: Sequence[BlockHash],
+        hashes: Sequence[BlockHash],
+        tokens: int,
+    ) -> SessionSnapshot:
+        origin = bundles[0].origin if bundles else self._pool.tier.origin(in_host[0])
+        assert origin is not None, "a base has an origin"
+        point, skip = plan.computed_at(number), plan.skip_after(number)
+        return SessionSnapshot(plan, number, point, skip, bundles, in_host, hashes, tokens, origin)
 
     def touch(self, session: SessionSnapshot) -> None:
         """Make a session the last to be dissolved, and its base last of all."""
@@ -139,6 +197,10 @@ class SessionCache:
         """Return the blocks that are given back from the head of each layer, `[layers]`."""
         heads: npt.NDArray[np.int64] = skip.astype(np.int64) // self._tokens
         return heads
+
+    def num_rows(self, session: SessionSnapshot) -> int:
+        """Return the blocks of a layer's table that a request begins with, its head included."""
+        return -(-session.tokens // self._tokens)
 
     def adopt(
         self, request_id: str, session: SessionSnapshot
@@ -163,7 +225,7 @@ class SessionCache:
             for layer, head in enumerate(heads)
         ]
         self._pool.tier.pin(session.in_host)
-        counts = [len(session.hashes) - head for head in heads]
+        counts = [self.num_rows(session) - head for head in heads]
         blocks = iter(self._pool.get_new_blocks(sum(counts)))
         own: list[Sequence[KVCacheBlock]] = []
         for manager, head, count in zip(self._managers, heads, counts, strict=True):
@@ -208,6 +270,7 @@ class SessionCache:
         key: bytes,
         tokens: int,
         origin: str,
+        turn: BlockHash | None,
     ) -> None:
         """Move a request's blocks out of its tables into a session, if its base is complete.
 
@@ -221,9 +284,11 @@ class SessionCache:
             key: see `EvictedNames`.
             tokens: tokens that are computed; no step writes to them any more.
             origin: the request that evicted.
+            turn: `turn_name` at the latest eviction.
         """
         first, end = self._base(point), min(tokens // self._tokens, len(hashes))
-        if end <= first:
+        name = session_name(hashes[first], key) if end > first else turn
+        if name is None:
             return
         null = self._pool.null_block
         tables = [manager.req_to_blocks[request_id] for manager in self._managers]
@@ -234,10 +299,19 @@ class SessionCache:
                     table[index] = null
         heads = self.heads(skip).tolist()
         parts = [table[head : first + 1] for table, head in zip(tables, heads, strict=True)]
-        name = session_name(hashes[first], key)
+        if turn is not None:
+            self._note(turn, name)
         if self._pool.add_idle(name, list(chain.from_iterable(parts)), origin):
             for table, head in zip(tables, heads, strict=True):
                 table[head : first + 1] = [null] * (first + 1 - head)
+
+    def _note(self, turn: BlockHash, base: BlockHash) -> None:
+        """Let the latest base of a turn be found by the turn."""
+        self._turns.pop(turn, None)
+        if turn != base:
+            self._turns[turn] = base
+        if len(self._turns) > MAX_TURNS:
+            del self._turns[next(iter(self._turns))]
 
     def _base(self, point: int) -> int:
         """Return the last bundle of the base: that of the last token before an eviction."""

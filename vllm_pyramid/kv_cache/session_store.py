@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.side_channel import SESSIONS
@@ -15,6 +17,7 @@ from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers
 from vllm_pyramid.kv_cache.counters import CacheCounters
+from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
@@ -82,6 +85,7 @@ class SessionStore(CacheStore[SessionSnapshot]):
             most,
             least,
             lambda hashes: self._stock_groups.covered(hashes, terms.suffix),
+            partial(self._turn_name, request),
         )
         if session is None:
             return None
@@ -137,7 +141,7 @@ class SessionStore(CacheStore[SessionSnapshot]):
         self._counters.held_blocks += np.array(list(map(len, own)), np.int64)
         self._counters.skipped_tokens += hit.skip
         plan = hit.plan
-        record.num_blocks = len(hit.hashes) * self._units_per_bundle
+        record.num_blocks = self._cache.num_rows(hit) * self._units_per_bundle
         record.resolved = plan
         record.confirmed = record.released = plan.evictions_by(hit.tokens)
         record.due = plan.next_eviction(hit.tokens)
@@ -181,13 +185,22 @@ class SessionStore(CacheStore[SessionSnapshot]):
         origin = request_id
         if resumed is not None and resumed.number == number:
             origin = resumed.origin  # it has evicted nothing since
+        point, key = names.plan.computed_at(number), names.keys[number]
         self._cache.keep(
             request_id,
             self._prefix_cache.hashes(saved.request),
             names.plan.skip_after(number),
-            names.plan.computed_at(number),
-            names.keys[number],
+            point,
+            key,
             saved.tokens,
             origin,
+            self._turn_name(saved.request, point, key),
         )
         return 0
+
+    def _turn_name(self, request: Request, point: int, key: bytes) -> BlockHash | None:
+        """Return `turn_name`; None beside stock groups, which continue at the edges of blocks."""
+        if self._stock_groups:
+            return None
+        cache = self._prefix_cache
+        return turn_name(request, cache.hashes(request), cache.tokens, point, key)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,13 +23,15 @@ class EvictionPoint:
     Attributes:
         computed: tokens computed by then; at the prompt's end, the tokens of the prompt.
         block_size: tokens of a cache block.
-        budget_tokens: the mean of `keep`, rounded up; at most `computed`.
-        keep: tokens the policy keeps per KV head, window and sinks included: the paper's number.
+        budget_tokens: the mean of `keep` without `protected`, rounded up.
+        keep: tokens the policy keeps per KV head, window and sinks included: the paper's number,
+            and `protected`.
         skip: tokens whose slots are given back: `computed - keep`, rounded down to a block if the
             policy fills blocks. Survivors stand in positions `skip .. computed - 1`.
         front: how many of the first tokens that a layer holds stay, whatever their scores.
         recent: how many of the last tokens that a layer holds stay, whatever their scores.
         in_pieces: the layers gave up these slots while they ran, piece by piece (`Piece`).
+        protected: tokens of spans that every layer and KV head keeps beside the budget.
     """
 
     computed: int
@@ -40,6 +42,7 @@ class EvictionPoint:
     front: IntArray
     recent: IntArray
     in_pieces: bool = False
+    protected: int = 0
     is_deferred: ClassVar[Literal[False]] = False
 
     @classmethod
@@ -90,6 +93,20 @@ class EvictionPoint:
             cls(tokens, block_size, mean, *arrays)
             for tokens, mean, *arrays in zip(computed, budget_tokens, *rows, strict=True)
         ]
+
+    def beside(self, protected: int) -> EvictionPoint:
+        """Return the point of as many tokens more, spans' tokens, all of which stay in every layer.
+
+        What is given back does not change. A layer whose share of recent tokens would leave no room
+        for its first ones has fewer recent ones, so that nothing that stays competes with spans.
+        """
+        return replace(
+            self,
+            computed=self.computed + protected,
+            keep=read_only(self.keep + protected),
+            recent=read_only(np.minimum(self.recent, np.maximum(self.keep - self.front, 0))),
+            protected=protected,
+        )
 
     @property
     def num_layers(self) -> int:

@@ -25,6 +25,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 from vllm_pyramid.plan import Budget, Plan, RetentionPlan
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
+from vllm_pyramid.policy.kept_spans import Spans, end_points
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 
@@ -110,8 +111,8 @@ class EvictionPoints(Chunk):
         last = (prompt_len - _tokens_behind(policy)) // self.tokens
         return [number * self.tokens for number in range(1, last + 1)]
 
-    def plan(self, policy: Policy, plan: Plan) -> Plan:
-        """Return the plan with the evictions inside its prompt."""
+    def plan(self, policy: Policy, plan: Plan, spans: Spans) -> Plan:
+        """Return the plan with the evictions inside its prompt; `spans` stay at each of them."""
         inner = policy.inner_policy
         if inner is None or not plan.evicts:
             return plan
@@ -121,7 +122,7 @@ class EvictionPoints(Chunk):
         whole = keep.tokens_for(plan.prompt_len, 0)
         points = [point for point in self.points(policy, plan.prompt_len) if point > whole]
         of_plan = plan.num_layers, plan.block_size
-        return plan.with_inner(inner.allocator.ends(inner, points, *of_plan, keep))
+        return plan.with_inner(end_points(inner, points, *of_plan, keep, spans))
 
     # Answers of a part --------------------------------------------------------------------------
 

@@ -55,15 +55,18 @@ def check_fit(
     if fits >= wanted:
         return
     held = _counter(served, prompt_len, pool)(prompt_len)
+    protected = served.protected_tokens(prompt_len)
+    beside = f", and {protected} tokens that stay beside it (kv_keep)" if protected else ""
     numbers = (
         f"a prompt of {prompt_len} tokens with policy {served.policy.name!r} and budget "
-        f"{served.budget or served.policy.budget} holds up to {held} blocks, and the pool has "
-        f"{pool.blocks}"
+        f"{served.budget or served.policy.budget}{beside} holds up to {held} blocks, and the pool "
+        f"has {pool.blocks}"
     )
     if fits < 1:
+        less = " or shorter spans" if protected else ""
         raise ValueError(
-            f"{numbers}: send a shorter one, ask for a smaller kv_budget, or start the server with "
-            "more memory for the KV cache"
+            f"{numbers}: send a shorter one, ask for a smaller kv_budget{less}, or start the "
+            "server with more memory for the KV cache"
         )
     if (strict and params.max_tokens < longest) or fits < params.min_tokens:
         raise ValueError(f"{numbers}, which leaves room for {fits} tokens: lower max_tokens")

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of a prompt that every layer and KV head keeps within its budget (`kv_keep`).
+"""Spans of a prompt that every layer and KV head keeps beside its budget (`kv_keep`).
 
-A span is a range of token positions, `start <= position < end`. At a request's first eviction a
-token's place in the cache is its position, so any span can be found there. Behind an eviction each
-KV head holds other survivors: then only a span that begins at position 0 is found, whose tokens are
-the first ones of every head for as long as all of them stay.
+A span is a range of token positions, `start <= position < end`. A layer keeps what it would keep of
+the prompt without the spans' tokens, and these tokens: so spans of any length are kept, a share of
+the prompt is one of the rest, and an eviction gives back as many slots as that of the rest.
+
+At a request's first eviction a token's place in the cache is its position, so any span can be found
+there. Behind an eviction each KV head holds other survivors: then only a span that begins at
+position 0 is found, whose tokens are the first ones of every head for as long as all of them stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from vllm_pyramid.plan import EvictionPoint, LevelPlan
+from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
 from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.limits import MAX_SPANS
 
 if TYPE_CHECKING:
-    from vllm_pyramid.policy.request import ServedRequest
+    from vllm_pyramid.policy.policy import Policy
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -84,54 +85,61 @@ def only_leading(spans: Spans) -> Spans:
     return spans[:1] if leading(spans) else ()
 
 
-def needed_tokens(spans: Spans, point: EvictionPoint) -> npt.NDArray[np.int64]:
-    """Return how many tokens stay in any case at an eviction: spans, sinks and window, `[layers]`.
+def beside_budget(spans: Spans, tokens: int, policy: Policy) -> int:
+    """Return how many of the first `tokens` tokens spans keep beside the budget.
+
+    Sinks and window are counted by the budget, whether spans have them or not.
 
     Args:
         spans: merged.
     """
-    front = np.maximum(point.front, min(leading(spans), point.computed)).astype(np.int64)
-    behind = np.maximum(point.computed - point.recent.astype(np.int64), front)
-    needed = front + point.computed - behind
-    for start, end in spans:
-        needed += np.maximum(np.minimum(end, behind) - np.maximum(start, front), 0)
-    return needed
+    first, last = policy.sinks, tokens - policy.window
+    return sum(max(min(end, last) - max(start, first), 0) for start, end in spans)
 
 
-def check_spans_fit(
-    served: ServedRequest, prompt_len: int, num_layers: int, block_size: int
-) -> None:
-    """Refuse spans that end behind the prompt, or that do not fit the smallest layer's budget.
+def end_plan(
+    policy: Policy,
+    prompt_len: int,
+    num_layers: int,
+    block_size: int,
+    budget: Budget,
+    spans: Spans,
+) -> Plan:
+    """Return the plan of a prompt's end: what is kept of the prompt without its spans, and these.
 
-    Args:
-        num_layers: layers that evict. block_size: tokens of the largest cache block.
-
-    Raises:
-        ValueError: with the numbers.
+    Args: as of `Policy.plan`, which fills in the budget.
     """
-    spans = served.keep
+    protected = beside_budget(spans, prompt_len, policy)
+    rest = policy.allocator.plan(policy, prompt_len - protected, num_layers, block_size, budget)
     if not spans:
-        return
-    if spans[-1][1] > prompt_len:
+        return rest
+    assert isinstance(rest, RetentionPlan) and not (rest.every or rest.inner or rest.pieces), (
+        "refused by the parts' `unsupported`"
+    )
+    return replace(rest, points=(rest.end.beside(protected),))
+
+
+def end_points(
+    policy: Policy,
+    ends: Sequence[int],
+    num_layers: int,
+    block_size: int,
+    budget: Budget,
+    spans: Spans,
+) -> list[EvictionPoint]:
+    """Return what each layer keeps at the ends of several prompts, as `end_plan` plans it."""
+    protected = [beside_budget(spans, end, policy) for end in ends]
+    rests = [end - tokens for end, tokens in zip(ends, protected, strict=True)]
+    points = policy.allocator.ends(policy, rests, num_layers, block_size, budget)
+    if not spans:
+        return points
+    return [point.beside(tokens) for point, tokens in zip(points, protected, strict=True)]
+
+
+def check_spans(spans: Spans, prompt_len: int) -> None:
+    """Raise ValueError if a span ends behind the prompt."""
+    if spans and spans[-1][1] > prompt_len:
         raise ValueError(
             f"kv_keep ends at token {spans[-1][1]}, and the prompt has {prompt_len}: spans lie "
             "inside the prompt"
-        )
-    plan = served.plan(prompt_len, num_layers, block_size)
-    if not plan.evicts:
-        return
-    assert not plan.is_deferred, "policies that defer lengths are refused"
-    for point in plan.levels if isinstance(plan, LevelPlan) else plan.points:
-        needed = needed_tokens(spans, point)
-        lacking = np.flatnonzero((needed > point.keep) & (point.skip > 0))
-        if not lacking.size:
-            continue
-        layer = int(lacking[point.keep[lacking].argmin()])
-        protected = sum(
-            min(end, point.computed) - start for start, end in spans if start < point.computed
-        )
-        raise ValueError(
-            f"the spans to be kept (kv_keep, or the server's --kv-keep) have {protected} of the "
-            f"first {point.computed} tokens, {needed[layer]} with window and sinks, and the "
-            f"smallest layer keeps {point.keep[layer]}: ask for a larger kv_budget, or keep less"
         )

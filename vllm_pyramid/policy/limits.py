@@ -66,8 +66,8 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     (
         "`kv_keep`",
-        f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; all of them within the "
-        "budget of the smallest layer, next to window and sinks",
+        f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; their tokens count beside "
+        "the budget",
     ),
     ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns` or `kv_session`"),
     (

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_pyramid.plan import Budget
+from vllm_pyramid.policy.kept_spans import Spans, beside_budget
 from vllm_pyramid.policy.kinds import did_you_mean
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _PREFIX = "kv_"
 OVERRIDES = tuple(key.removeprefix(_PREFIX) for key in REQUEST_KEYS)
 _NONE = "none"
-_RAISES_BUDGET = frozenset(("policy", "budget", "min_tokens"))
+_RAISES_KEPT = frozenset(("policy", "budget", "min_tokens", "keep"))
 
 
 def parse_overrides(value: object) -> tuple[str, ...]:
@@ -64,7 +65,8 @@ class RequestOverrides:
     Attributes:
         allowed: settings that requests may give, from `OVERRIDES`.
         max_budget: the most that a request may have its prompt keep, a number of tokens or a share
-            such as `25%`; what the server keeps by itself is always allowed. None: no limit.
+            such as `25%`; what the server keeps by itself is always allowed, and the spans of a
+            chat's template count beside it. None: no limit.
     """
 
     allowed: tuple[str, ...] = OVERRIDES
@@ -87,8 +89,10 @@ class RequestOverrides:
             reason = f"policy {policy.name!r} keeps every token"
         elif policy.budget.percent == 100:
             reason = f"the budget of policy {policy.name!r} is 100% already"
-        elif not _RAISES_BUDGET.intersection(self.allowed):
-            reason = "kv_request_overrides lets no request change its policy, budget or floor"
+        elif not _RAISES_KEPT.intersection(self.allowed):
+            reason = (
+                "kv_request_overrides lets no request change its policy, budget, floor or spans"
+            )
         if reason is not None:
             raise ValueError(f"kv_max_request_budget would have no effect: {reason}; leave it out")
 
@@ -125,7 +129,9 @@ class RequestOverrides:
     ) -> None:
         """Refuse a request that would keep more than the operator allows.
 
-        A prompt may keep what the server keeps of it by itself, or `max_budget` if that is more.
+        A prompt may keep what the server keeps of it by itself, or `max_budget` if that is more:
+        either beside the spans that the server protects. A request's own spans are among what it
+        may keep.
 
         Args:
             served: the request's policy and budget. policy: the server's.
@@ -141,15 +147,19 @@ class RequestOverrides:
         # A policy that also evicts generated tokens holds a whole sequence to its budget.
         longest = prompt_len + (max_tokens if policy.schedule.every else 0)
         for length in (prompt_len, longest):
-            kept = _kept(served.policy, served.budget, length)
-            usual = _kept(policy, None, length)
-            most = max(usual, self._limit.tokens_for(length, policy.min_budget))
+            kept = _kept(served.policy, served.budget, length, served.keep)
+            usual = _kept(policy, None, length, served.template)
+            most = max(usual, _limited(policy, self._limit, length, served.template))
             if kept > most:
+                spans = served.protected_tokens(length)
+                theirs = f", {spans} of them for its spans" if spans else ""
+                template = beside_budget(served.template, length, policy)
+                beside = f" beside {template} of the chat's template" if template else ""
                 raise ValueError(
-                    f"this request would keep {kept} of {length} tokens in each layer (its "
-                    f"kv_policy, kv_budget or kv_min_tokens), and this server allows {most} "
-                    f"(--kv-max-request-budget {self.max_budget}; its own policy keeps {usual}): "
-                    "ask for less, or leave the settings out"
+                    f"this request would keep {kept} of {length} tokens in each layer{theirs} (its "
+                    f"kv_policy, kv_budget, kv_min_tokens or kv_keep), and this server allows "
+                    f"{most} (--kv-max-request-budget {self.max_budget}{beside}; its own policy "
+                    f"keeps {usual}): ask for less, or leave the settings out"
                 )
         if served.resumed_turns and layers is not None:
             self._check_held(served, policy, prompt_len, layers, self._limit)
@@ -169,10 +179,10 @@ class RequestOverrides:
         would, too, which is allowed, at its own budget and at the limit.
         """
         count, block_size = layers
-        turns = served.resumed_turns or ()
+        turns, spans = served.resumed_turns or (), served.template
         held = _held(served.plan(prompt_len, count, block_size))
         allowed = count * max(
-            _kept(policy, None, prompt_len), limit.tokens_for(prompt_len, policy.min_budget)
+            _kept(policy, None, prompt_len, spans), _limited(policy, limit, prompt_len, spans)
         )
         for budget in (None, limit):
             if budget is not None:
@@ -180,17 +190,18 @@ class RequestOverrides:
                     policy.check_budget(budget)
                 except ValueError:  # the policy has another form of budget, or a larger window
                     continue
-            allowed = max(allowed, _held(policy.plan(prompt_len, count, block_size, budget, turns)))
+            plan = policy.plan(prompt_len, count, block_size, budget, turns, spans)
+            allowed = max(allowed, _held(plan))
         # Evictions of two budgets may fall on different turns, less than that apart, and each layer
         # gives up whole blocks.
         slack = policy.min_turn - 1 + block_size - 1
         if held > allowed + count * slack:
             raise ValueError(
                 f"this request would hold {-(-held // count)} of {prompt_len} tokens in each layer "
-                f"behind its {len(turns)} turns (its kv_budget or kv_min_tokens), and this server "
-                f"allows {allowed // count + slack} (--kv-max-request-budget {self.max_budget}; "
-                "what its own policy holds with the same turns, if that is more): ask for less, or "
-                "leave the settings or turns out"
+                f"behind its {len(turns)} turns (its kv_budget, kv_min_tokens or kv_keep), and "
+                f"this server allows {allowed // count + slack} (--kv-max-request-budget "
+                f"{self.max_budget}; what its own policy holds with the same turns, if that is "
+                "more): ask for less, or leave the settings or turns out"
             )
 
 
@@ -200,9 +211,15 @@ def _held(plan: Plan) -> int:
     return int((end.computed - end.skip).sum())
 
 
-def _kept(policy: Policy, budget: Budget | None, length: int) -> int:
+def _kept(policy: Policy, budget: Budget | None, length: int, spans: Spans) -> int:
     """Return the tokens that a layer keeps of a sequence, on average."""
     if not policy.evicts:
         return length
     budget = (budget or policy.budget).with_floor(policy.min_tokens)
-    return budget.tokens_for(length, policy.min_budget)
+    return _limited(policy, budget, length, spans)
+
+
+def _limited(policy: Policy, budget: Budget, length: int, spans: Spans) -> int:
+    """Return the tokens of spans, and the budget of the others."""
+    protected = beside_budget(spans, length, policy)
+    return protected + budget.tokens_for(length - protected, policy.min_budget)

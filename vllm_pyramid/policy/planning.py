@@ -25,6 +25,7 @@ from vllm_pyramid.plan import (
 )
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.capabilities import Feature
+from vllm_pyramid.policy.kept_spans import Spans, end_plan, end_points
 from vllm_pyramid.policy.limits import CACHE_BYTES, FREE_EVICTIONS, TOKENS_PER_EVICTION
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def plan_prompt(
     block_size: int,
     budget: Budget,
     turns: tuple[int, ...],
+    spans: Spans,
 ) -> Plan:
     """Return the plan of a prompt; see `Policy.plan`, which fills in the policy's own budget.
 
@@ -48,25 +50,30 @@ def plan_prompt(
     policy.check_layers(num_layers)
     of_heads = policy.heads.plan(policy, prompt_len, num_layers, block_size, budget)
     if of_heads is not None:
-        assert not turns, "refused by the part's `unsupported`"
+        assert not turns and not spans, "refused by the part's `unsupported`"
         return of_heads
-    plan = policy.allocator.plan(policy, prompt_len, num_layers, block_size, budget)
+    plan = end_plan(policy, prompt_len, num_layers, block_size, budget, spans)
     if policy.schedule.waits_for_orders:
-        return _level_plan(policy, plan, num_layers, block_size)
+        return _level_plan(policy, plan, num_layers, block_size, spans)
     if not turns:
-        return policy.chunk.plan(policy, plan)
+        return policy.chunk.plan(policy, plan, spans)
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
     *may_evict, may_end = affordable((*turns, prompt_len), FREE_EVICTIONS, TOKENS_PER_EVICTION)
     evicting = list(compress(turns, may_evict))
-    points = policy.allocator.ends(policy, evicting, num_layers, block_size, budget)
+    points = end_points(policy, evicting, num_layers, block_size, budget, spans)
     return with_turns(plan, points, policy.min_turn, ends_with_eviction=may_end)
 
 
-def _level_plan(policy: Policy, floor: Plan, num_layers: int, block_size: int) -> Plan:
-    """Return the plan of a prompt that orders evict step by step, down to `floor`."""
+def _level_plan(
+    policy: Policy, floor: Plan, num_layers: int, block_size: int, spans: Spans
+) -> Plan:
+    """Return the plan of a prompt that orders evict step by step, down to `floor`.
+
+    Each level's share is one of what no span has, as the floor's is.
+    """
     assert isinstance(floor, RetentionPlan), "refused by `Heads.works_with_orders` and its like"
     plans = (
-        policy.allocator.plan(policy, floor.prompt_len, num_layers, block_size, budget)
+        end_plan(policy, floor.prompt_len, num_layers, block_size, budget, spans)
         for budget in (Budget(tokens=max(floor.prompt_len, 1)), *policy.schedule.budgets_above)
     )
     whole, *levels = [plan.estimate().end for plan in plans]

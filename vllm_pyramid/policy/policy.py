@@ -33,6 +33,7 @@ from vllm_pyramid.policy.capabilities import Feature, Refusal, refusals_of, why_
 from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
 from vllm_pyramid.policy.component import BlockExtras, Component
 from vllm_pyramid.policy.heads import AlikeHeads, Heads
+from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.planning import plan_prompt
 from vllm_pyramid.policy.prefill import DensePrefill, Prefill
@@ -303,11 +304,12 @@ class Policy(BaseModel):
         block_size: int,
         budget: Budget | None = None,
         turns: tuple[int, ...] = (),
+        spans: Spans = (),
     ) -> Plan:
         """Return how much each layer keeps of a prompt. Cached: equal arguments, same object.
 
-        The mean of `keep` over the layers is exactly `budget_tokens`, unless the allocator sets its
-        own total.
+        The mean of `keep` over the layers is exactly `budget_tokens`, and what spans protect,
+        unless the allocator sets its own total.
 
         Args:
             prompt_len: tokens of the prompt. num_layers: layers that evict.
@@ -315,6 +317,8 @@ class Policy(BaseModel):
             budget: the request's own instead of the policy's; it must have passed `check_budget`.
             turns: where earlier turns' prompts ended, increasing and below `prompt_len`; only if
                 `kv_turns` work with the policy.
+            spans: of the prompt, merged; they stay beside the budget (`kept_spans`); only if
+                `kv_keep` works with the policy.
 
         Returns:
             A `RetentionPlan`, or a `DeferredPlan` if the lengths depend on the prompt's scores and
@@ -325,7 +329,8 @@ class Policy(BaseModel):
             ValueError: a part is made for another number of layers.
         """
         budget = (budget or self.budget).with_floor(self.min_tokens)
-        return plan_prompt(self, prompt_len, num_layers, block_size, budget, turns)
+        spans = spans if self.evicts else ()  # everything stays anyway
+        return plan_prompt(self, prompt_len, num_layers, block_size, budget, turns, spans)
 
     # In the engine ------------------------------------------------------------------------------
 

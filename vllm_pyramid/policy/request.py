@@ -16,7 +16,13 @@ from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, asked, refusals, refuse, why_not
-from vllm_pyramid.policy.kept_spans import Spans, merged, only_leading, parse_spans
+from vllm_pyramid.policy.kept_spans import (
+    Spans,
+    beside_budget,
+    merged,
+    only_leading,
+    parse_spans,
+)
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import EXACT, RESUME, RequestKeys, check_names
 
@@ -52,6 +58,7 @@ class ServedRequest(NamedTuple):
         application, turns, session: see `RequestKeys`.
         keep: spans that stay in every layer and head, in order and apart: the request's own, and
             those of a chat's template (`--kv-keep`).
+        template: the template's alone.
         exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
             had no turns (`EXACT`).
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
@@ -66,6 +73,7 @@ class ServedRequest(NamedTuple):
     exact: bool = False
     error: str | None = None
     session: str | None = None
+    template: Spans = ()
 
     @property
     def resumed_turns(self) -> tuple[int, ...] | None:
@@ -105,7 +113,11 @@ class ServedRequest(NamedTuple):
     def plan(self, prompt_len: int, num_layers: int, block_size: int) -> Plan:
         """Return `Policy.plan` of the request, whose turns have been checked."""
         turns = self.resumed_turns or ()
-        return self.policy.plan(prompt_len, num_layers, block_size, self.budget, turns)
+        return self.policy.plan(prompt_len, num_layers, block_size, self.budget, turns, self.keep)
+
+    def protected_tokens(self, prompt_len: int) -> int:
+        """Return how many tokens of a prompt stay beside the budget; 0 if no token is dropped."""
+        return beside_budget(self.keep, prompt_len, self.policy) if self.policy.evicts else 0
 
     @property
     def share_floor(self) -> int | None:
@@ -224,7 +236,7 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
     used = () if served.resumed_turns is None else (Feature.KV_TURNS,)
     if why_not((*TOGETHER, *served.policy.refusals), Feature.INNER_SPANS, used) is not None:
         spans = only_leading(spans)
-    served = served._replace(keep=merged((*served.keep, *spans)))
+    served = served._replace(keep=merged((*served.keep, *spans)), template=merged(spans))
     served.check()
     return served
 

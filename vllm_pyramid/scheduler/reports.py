@@ -206,6 +206,7 @@ class Reports:
             report["kv_min_tokens"] = served.share_floor
         if served.keep:
             report["kv_keep"] = flat(served.keep)
+            report["protected_tokens"] = served.protected_tokens(plan.prompt_len)
         for hooks in self._hooks:
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:

@@ -19,7 +19,7 @@ from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.fit import Pool, check_fit
-from vllm_pyramid.policy.kept_spans import check_spans_fit
+from vllm_pyramid.policy.kept_spans import check_spans
 from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 from vllm_pyramid.policy.request import (
@@ -120,9 +120,9 @@ class RequestPlanner:
             served = check_request(policy, params, settings.why_no_turns, settings.turn_mode)
             served.check_turns(request.num_prompt_tokens)
             length = request.num_prompt_tokens
+            check_spans(served.keep, length)
             layers = Layers(self._layer_blocks.num_tables, self._layer_blocks.largest)
             overrides.check_kept(served, policy, length, request.max_tokens, layers)
-            check_spans_fit(served, length, *layers)
             if policy.inner_policy is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.
@@ -159,6 +159,5 @@ def _replan(request: Request, served: ServedRequest, plan: Plan, fields: dict[st
             key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()
         },
     }
-    return with_allocator(served.policy, hashable(fields)).plan(
-        plan.prompt_len, plan.num_layers, plan.block_size, served.budget
-    )
+    replanned = served._replace(policy=with_allocator(served.policy, hashable(fields)))
+    return replanned.plan(plan.prompt_len, plan.num_layers, plan.block_size)

@@ -137,8 +137,8 @@ class SolvedHeads(HeadLengths):
                 "before to stay untouched"
             ),
             Feature.KV_KEEP: (
-                "its lengths are solved from the scores of a whole prompt, so what the smallest "
-                "layer keeps is not known before"
+                "its lengths are solved from the scores of a whole prompt, those of the spans "
+                "among them"
             ),
             Feature.TENSOR_PARALLEL: (
                 "ranks share block tables, and each would solve other lengths for the heads at the "

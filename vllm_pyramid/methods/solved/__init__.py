@@ -106,7 +106,7 @@ class SolvingAllocator(Allocator):
         why = "its lengths are solved from the scores of a whole prompt"
         return {
             Feature.KV_TURNS: why,
-            Feature.KV_KEEP: f"{why}, so what the smallest layer keeps is not known before",
+            Feature.KV_KEEP: f"{why}, those of the spans among them",
             Feature.PIPELINE: (
                 "the solver needs the scores of all layers, and a stage has its own",
                 "run `vllm-pyramid calibrate` without the flag and serve the policy that it "

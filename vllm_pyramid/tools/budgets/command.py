@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vllm_pyramid.policy import Policy, RetentionPlan
+    from vllm_pyramid.policy.kept_spans import Spans
     from vllm_pyramid.tools.budgets.other_layers import BlockSize
 
 _MIB = 1024 * 1024
@@ -37,6 +38,14 @@ def add_command(commands: Any) -> None:
         "--dtype", choices=sorted(CACHE_BYTES), help="of the cache (default: the model's)"
     )
     parser.add_argument("--prompt-len", type=_positive, default=8192, help="tokens (default 8192)")
+    parser.add_argument(
+        "--keep-first",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="tokens at the prompt's beginning that stay beside the budget, such as a system "
+        "prompt's (kv_keep, --kv-keep)",
+    )
     parser.add_argument(
         "--kv-policy", default="pyramidkv", help="name or .yaml file (default pyramidkv)"
     )
@@ -92,7 +101,12 @@ def _run(args: argparse.Namespace) -> int:
     lanes = policy.heads.lanes(shape.num_kv_heads)
     policy.heads.check_shape(shape.num_layers, shape.num_kv_heads)
     sizes = policy.block_sizes(shape.num_layers * lanes, block_size * lanes)
-    plan = policy.plan(args.prompt_len, shape.num_layers * lanes, int(sizes.max()))
+    plan = policy.plan(
+        args.prompt_len,
+        shape.num_layers * lanes,
+        int(sizes.max()),
+        spans=_spans(policy, args.keep_first, args.prompt_len),
+    )
     if plan.is_deferred:
         from vllm_pyramid.tools.budgets.open_lengths import show_open_budgets
 
@@ -104,6 +118,18 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _print_budgets(policy, report)
     return 0
+
+
+def _spans(policy: Policy, first: int, prompt_len: int) -> Spans:
+    """Return the span of the first tokens; none for no tokens."""
+    from vllm_pyramid.policy.capabilities import Feature, refuse
+
+    if not first:
+        return ()
+    refuse(policy, {Feature.KV_KEEP: "--keep-first"})
+    if first > prompt_len:
+        raise ValueError(f"--keep-first {first} is more than the prompt's {prompt_len} tokens")
+    return ((0, first),)
 
 
 def _cache_shape(args: argparse.Namespace) -> tuple[CacheShape, str]:
@@ -158,6 +184,7 @@ def _budget_report(
         "budget": policy.budget.value,
         "min_tokens": policy.min_tokens,
         "budget_tokens": plan.budget_tokens,
+        "protected_tokens": plan.end.protected,
         "prompt_len": plan.prompt_len,
         "block_size": block_size,
         **{name: asdict(shape)[name] for name in _SIZES},
@@ -272,9 +299,11 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
             "Each KV head has a length of its own: kept and held are the mean of a layer's heads, "
             f"and a block holds {report['block_size'] * report['num_kv_heads']} tokens of one head."
         )
+    protected = report["protected_tokens"]
+    beside = f" beside {protected} tokens that stay in any case" if protected else ""
     said.append(
-        f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average; held: "
-        "with whole blocks filled up." + floor_sentence(policy)
+        f"kept: what the policy asks for per KV head, {report['budget_tokens']} on average"
+        f"{beside}; held: with whole blocks filled up." + floor_sentence(policy)
     )
     console = Console()
     console.print(table)

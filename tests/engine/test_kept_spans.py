@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A first span that is longer than the budget stays at every eviction of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conversations import talk
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Outcome,
+    assert_same_tokens,
+    greedy,
+    random_prompts,
+)
+
+pytestmark = pytest.mark.engine
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 4,
+    "max_model_len": 1024,
+}
+SPAN = 180
+
+
+def _check(engine: Engine, folder: Path, outcome: Outcome, fixed: int) -> None:
+    """Every layer and head keeps the span, and its budget of the other tokens."""
+    report, tokens = outcome.report, len(outcome.job.prompt)
+    assert report["protected_tokens"] == SPAN - fixed and report["kv_keep"] == [0, SPAN]
+    kept = report["kept_tokens"]
+    mean = report["kv_budget"] + report["protected_tokens"]
+    assert mean * len(kept) <= sum(kept) < (mean + 16) * len(kept)
+    assert report["evicted_tokens"] == len(kept) * tokens - sum(kept) > 0
+    with np.load(folder / f"{outcome.request_id}.npz") as file:
+        for layer in range(engine.num_layers):
+            for head in file[f"kept_{layer}"].tolist():
+                assert head[:SPAN] == [*range(SPAN)] and len(head) == kept[layer]
+
+
+def test_in_each_turn_of_a_conversation(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A turn that resumes says what one says that computes all turns again."""
+    folder = tmp_path_factory.mktemp("turns")
+    said = random_prompts([300, 150, 20, 90], seed=8)
+    args = {"window": 8, "sinks": 2}
+    own = {"kv_policy": "pyramidkv", "kv_budget": 48, "kv_policy_args": args, **SETTINGS}
+    found = []
+    for caching in (False, True):
+        engine = engines.get(
+            tiny_model("mistral"), **own, enable_prefix_caching=caching, kv_trace=str(folder)
+        )
+        turns = talk(engine, said, kv_keep=[0, SPAN])
+        resumed = [turn.report["resumed_tokens"] > 0 for turn in turns]
+        assert resumed == [False, *[caching] * 3]
+        for turn in turns:
+            _check(engine, folder, turn, args["sinks"])
+        found.append(turns)
+        engine.check_whole()
+    assert_same_tokens(found[1], found[0])
+
+
+def test_inside_the_prompt(
+    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The span is longer than what a point keeps, and ends behind the first of them."""
+    folder = tmp_path_factory.mktemp("inside")
+    engine = engines.get(
+        tiny_model("mistral"),
+        kv_policy="snapkv",
+        kv_budget=48,
+        kv_policy_args={"chunk": {"tokens": 128, "keep": 96, "window": 8}, "window": 8},
+        kv_trace=str(folder),
+        **SETTINGS,
+    )
+    jobs = [Job(prompt, greedy(8, kv_keep=[0, SPAN])) for prompt in random_prompts([700, 420])]
+    for outcome in engine.run(jobs):
+        assert outcome.report["inner_evictions"] > 0
+        _check(engine, folder, outcome, 0)
+    engine.check_whole()
