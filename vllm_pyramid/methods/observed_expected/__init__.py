@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the prompt's end attends to, and what future queries are expected to: both in one score.
 
-It costs the attention of `queries` queries and their products with all keys, in PyTorch. It needs
-the window's queries without rotary embedding, and is refused for models whose embedding is not
-known. `expected` was 1 up to version 0.2.0. Why it is 0.25 now, and what hybrids with few full
+It costs the attention of `queries` queries and their products with all keys. `kernels/` scores all
+requests of a step together; `score` defines the result, one request at a time. The scorer needs the
+window's queries without rotary embedding, and is refused for models whose embedding is not known.
+ `expected` was 1 up to version 0.2.0. Why it is 0.25 now, and what hybrids with few full
 layers may set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
 """
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 # Queries whose attention is in memory at once.
@@ -64,6 +66,7 @@ class ObservedExpectedScorer(Scorer):
         return 3 * head_size + 2 * max(_AT_ONCE * (group + 1), self.queries) + 4 * group + 16
 
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
+        """Return the scores by PyTorch; `scores` runs the kernels."""
         import torch
         import torch.nn.functional as F
 
@@ -83,6 +86,58 @@ class ObservedExpectedScorer(Scorer):
             )
             scores = scores + self.expected * _shares(expected.score(inputs)[:, inside])
         return F.pad(scores, (inputs.sinks, inputs.window))
+
+    def scores(self, batch: EvictionBatch) -> torch.Tensor:
+        """Return the scores of all requests by the kernels of this folder.
+
+        Raises:
+            ValueError: a request has fewer queries in this step than the scorer looks at.
+        """
+        import numpy as np
+
+        from vllm_pyramid.kernels.records import WindowBatch
+        from vllm_pyramid.methods.observed_expected.kernels import observed_expected_ops
+        from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+        from vllm_pyramid.step.upload import upload
+
+        call, policy, evictions = batch.call, batch.policy, batch.evictions
+        kernels, caches = observed_expected_ops(call.ops), call.batch
+        if (fewest := int(evictions.query_lens[batch.shortened].min())) < self.queries:
+            raise ValueError(
+                f"a scorer looks at {self.queries} queries, and the step has {fewest} of a request"
+            )
+        prompts = WindowBatch(
+            call.query,
+            call.key_cache,
+            batch.tables,
+            batch.query_ends,
+            batch.lens,
+            self.queries,
+            max_prompt_len=batch.longest,
+            key_scale=call.key_scale,
+            key_scales=call.key_scales,
+        )
+        future = None
+        if self.expected:
+            last = (evictions.points[batch.shortened] - 1).astype(np.int32)
+            future = kernels.future_queries(
+                call.query,
+                batch.query_ends,
+                upload(last, call.query.device),
+                call.rotary,
+                queries=self.queries,
+                positions=self.future_positions,
+            )
+        shape = ScoreShape(policy.sinks, policy.window, self.kernel_size, self.expected)
+        return kernels.observed_expected_scores(
+            prompts,
+            call.value_cache,
+            call.softmax,
+            shape,
+            future=future,
+            value_scales=caches.value_scales,
+            starts=batch.dead_prefixes,
+        )
 
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:
