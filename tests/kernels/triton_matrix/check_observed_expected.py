@@ -222,7 +222,9 @@ def test_rows_with_scales_of_their_own(make_paged, ints, device, stored):
     own.values = parts.values
     own.more["value_scales"] = parts.scales["value_scales"]
     found = check(own)
-    other = replace(own, more={**own.more, "value_scales": torch.ones_like(own.values[..., 0]).float()})
+    other = replace(
+        own, more={**own.more, "value_scales": torch.ones_like(own.values[..., 0]).float()}
+    )
     assert not torch.allclose(other.score(triton_ops.observed_expected_scores), found)
 
 

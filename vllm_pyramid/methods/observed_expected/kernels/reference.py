@@ -136,3 +136,5 @@ def check_scored(batch: WindowBatch, shape: ScoreShape, future: torch.Tensor | N
     if future is None or future.shape != wanted or future.dtype != torch.float32:
         got = "None" if future is None else f"{future.dtype} {list(future.shape)}"
         raise ValueError(f"future must be float32 [R, H, W, D] = {list(wanted)}, got {got}")
+    if not future.is_contiguous():
+        raise ValueError(f"future must be contiguous, got strides {future.stride()}")

@@ -204,9 +204,7 @@ def future_logits_kernel(
     row = (r.to(tl.int64) * NUM_KV_HEADS + g) * GROUP
     single: tl.constexpr = WINDOW <= WINDOW_TILE
     if single:
-        x = load_future(
-            future, row, head_in_group, rows % WINDOW_TILE, dims, HEAD_SIZE, WINDOW
-        )
+        x = load_future(future, row, head_in_group, rows % WINDOW_TILE, dims, HEAD_SIZE, WINDOW)
     table_row = block_table + r.to(tl.int64) * stride_table
     key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
     scale_base = key_scales + g.to(tl.int64) * stride_scale_head
@@ -352,7 +350,7 @@ def weigh_kernel(
         if HAS_EXPECTED:
             counts = (positions >= start + first_tokens) & (positions < end)
             first_head = tl.program_id(0).to(tl.int64) * GROUP
-            for head in range(0, GROUP):
+            for head in range(GROUP):
                 lse = tl.load(log_sum_exp + first_row + first_head + head) * LOG2_E
                 if HAS_SINKS:
                     sink = tl.load(sinks + g * GROUP + head).to(tl.float32) * LOG2_E
@@ -406,7 +404,7 @@ def pool_and_sum_kernel(
     inside = (columns >= start + first_tokens) & (columns < end)
     line = tl.program_id(0).to(tl.int64) * num_columns
     total = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, kernel_size):
+    for i in range(kernel_size):
         neighbours = columns + (i - kernel_size // 2)
         mask = inside & (neighbours >= 0) & (neighbours < end)
         total += tl.load(weighed + line + neighbours, mask=mask, other=0.0)
