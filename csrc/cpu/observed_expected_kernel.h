@@ -74,16 +74,14 @@ PYR_INLINE void expect_tile(const PyrObservedExpected& e, const ExpectedScratch&
                             const ExpectedBuffers& b, int begin, int keys) {
   const PyrScores& p = e.scores;
   const int heads = int(p.H / p.G), window = int(p.window), units = int(p.D) / Mode::Step;
-  const int rows = int(future_parts<Mode>()) * window, step = group_rows(rows);
+  const int rows = int(future_parts<Mode>()) * window;
   const int vectors = (keys + W - 1) / W, lo = int(e.first) - begin;
   const bool masked = lo > 0 || keys < vectors * W;
   const V linear = v_set(float(p.scale * double(kLog2e)));
   const V square = v_set(float(p.scale * p.scale * double(kLog2e) / (2.0 * double(window))));
   for (int h = 0; h < heads; ++h) {
     const float* queries = s.future + int64_t(h) * rows * units;
-    for (int r = 0; r < rows; r += step)
-      product<Mode, false>(rows - r < step ? rows - r : step, s.products + r * KB, KB,
-                           queries + r * units, units, s.window.keys, KB, units, vectors, nullptr);
+    multiply_keys<Mode>(rows, s.products, queries, units, s.window.keys, vectors);
     float* logits = b.logits + h * b.stride + begin;
     for (int i = 0; i < vectors; ++i) {
       float* products = s.products + i * W;
@@ -130,15 +128,28 @@ PYR_INLINE void exponentiate_tile(const ExpectedScratch& s, int rows, int vector
 // Writes ||v||_1 and ||v||_2 of the keys of a tile.
 template <class T>
 PYR_INLINE void norms(const TileRows<T>& tile, int keys, int D, float* first, float* second) {
-  for (int j = 0; j < keys; ++j) {
-    V sum = v_zero(), squares = v_zero();
-    for (int d = 0; d < D; d += W) {
-      const V x = v_load_row(tile.value[j] + d, D - d);
-      sum = v_add(sum, v_max(x, v_sub(v_zero(), x)));
-      squares = v_fma(x, x, squares);
+  for (int j = 0; j < keys; j += 4) {  // a tile has rows to read behind the last key
+    V sum[4], squares[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) sum[i] = squares[i] = v_zero();
+    for (int d = 0; d < D; d += W)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const V x = v_load_row(tile.value[j + i] + d, D - d);
+        sum[i] = v_add(sum[i], v_max(x, v_sub(v_zero(), x)));
+        squares[i] = v_fma(x, x, squares[i]);
+      }
+    float sums[W], of_squares[W];  // of the groups of lanes
+    v_store(sums, v_sum_groups(sum[0], sum[1], sum[2], sum[3]));
+    v_store(of_squares, v_sum_groups(squares[0], squares[1], squares[2], squares[3]));
+    for (int i = 0; i < 4 && j + i < keys; ++i) {
+      for (int g = 1; g < kGroups; ++g) {
+        sums[i] += sums[g * 4 + i];
+        of_squares[i] += of_squares[g * 4 + i];
+      }
+      first[j + i] = sums[i];
+      second[j + i] = __builtin_sqrtf(of_squares[i]);
     }
-    first[j] = v_hsum(sum);
-    second[j] = __builtin_sqrtf(v_hsum(squares));
   }
 }
 

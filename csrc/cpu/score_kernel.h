@@ -49,7 +49,6 @@ PYR_INLINE void each_score_tile(const PyrScores& p, const ScoreItem& item, const
   const T* key = (const T*)p.key + item.kv_head * p.key_g;
   const CacheWalk<T> walk{key,     key,     p.table + item.request * p.table_r, p.N, p.key_p,
                           p.key_n, p.key_p, p.key_n};
-  const int step = group_rows(rows);
   TileRows<T> tiles[2];
   const auto rows_at = [&](int begin, TileRows<T>* out) {
     walk.tile(item.start + begin, 0, item.end - begin < KB ? item.end - begin : KB, out);
@@ -65,9 +64,7 @@ PYR_INLINE void each_score_tile(const PyrScores& p, const ScoreItem& item, const
       next = tiles[turn ^ 1].key;
     }
     pack_keys<Mode>(s.keys, tiles[turn].key, keys, D, next);
-    for (int r = 0; r < rows; r += step)
-      product<Mode, false>(rows - r < step ? rows - r : step, s.scores + r * KB, KB,
-                           s.queries + r * units, units, s.keys, KB, units, vectors, nullptr);
+    multiply_keys<Mode>(rows, s.scores, s.queries, units, s.keys, vectors);
     const float factor = float(p.scale) * kLog2e;
     const bool masked = begin + vectors * W > n - window + 1 || keys < vectors * W;
     for (int r = 0; r < rows; ++r) {
