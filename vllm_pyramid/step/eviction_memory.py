@@ -96,7 +96,7 @@ class EvictionMemory:
         policy: the engine's, or the one that it has for evictions inside prompts.
         specs: of the layers that evict. num_heads: H, of a layer.
         tables_per_layer: block tables of a layer; a spec is of one of them.
-        longest: tokens of the longest request. requests: most of them in a step.
+        longest: tokens of the longest request. requests: most of them that evict in a step.
         threads: that run kernels on the CPU; 0 elsewhere.
         traces: whether kept positions are traced. gathers: whether pools follow the tokens.
     """
@@ -120,12 +120,18 @@ class EvictionMemory:
 
     def bytes_of_scores(self) -> int:
         """Return the bytes of a piece: its scores, what is selected by them, and its tables."""
-        of_each = _SCORED + self._bytes_of_window() + _TRACED * self.traces
+        of_each = _SCORED + _TRACED * self.traces
         of_each += _LEVELLED * self.policy.schedule.waits_for_orders
         of_each += _GATHERED * self.gathers + _DEFERRED * self.policy.allocator.defers
+        found = []
+        for spec in self.specs:
+            heads, group = spec.num_kv_heads, self._group_of(spec)
+            of_score, of_head = self.policy.scorer.kernel_bytes(self.policy, spec.head_size, group)
+            of_requests = of_head * self.requests * heads * group
+            found.append((of_each + of_score) * self._numbers(heads) + of_requests)
         block_size = min(spec.block_size for spec in self.specs)
         tables = 24 * self.requests * -(-self.longest // block_size)  # int32, and as an index
-        return of_each * max(self._numbers(spec.num_kv_heads) for spec in self.specs) + tables
+        return max(found) + tables
 
     def bytes_of_copies(self) -> int:
         """Return the bytes of the copies of as many KV heads as are scored at a time."""
@@ -164,17 +170,6 @@ class EvictionMemory:
         if self.policy.allocator.defers:  # all layers have the pieces of the first one
             most = most * num_kv_heads // min(spec.num_kv_heads for spec in self.specs)
         return min(max(most, one), self.requests * one)
-
-    def _bytes_of_window(self) -> int:
-        """Return the bytes of the window's row statistics, for each padded score.
-
-        The kernels keep two float32 for each query row and 512 (C++: 1,024) keys; a request has
-        more keys than its window has queries.
-        """
-        policy = self.policy
-        if policy.scorer.copies_keys or not policy.scorer.needs_queries:
-            return 0
-        return -(-8 * self._group() * policy.window // 512) + 10 * self._group()
 
     def _group(self) -> int:
         """Return the most query heads of a KV head."""

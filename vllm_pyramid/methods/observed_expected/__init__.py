@@ -62,8 +62,20 @@ class ObservedExpectedScorer(Scorer):
         super().check(policy)
         check_queries(self.queries, policy)
 
-    def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
-        return 3 * head_size + 2 * max(_AT_ONCE * (group + 1), self.queries) + 4 * group + 16
+    def kernel_bytes(self, policy: Policy, head_size: int, group: int) -> tuple[int, int]:
+        """Return what Triton's launchers allocate; C++ keeps less.
+
+        For each score there are the second one, its logits and sums, and the statistics of 512 keys
+        (`partials` of `WindowLaunch`). For each request and query head there are the queries to
+        come, the log-sum-exp of each row, and the statistics of the last keys.
+        """
+        rows = self.queries + 1 if self.expected else self.queries
+        of_score = -(-8 * group * rows // 512) + 1
+        of_head = 12 * rows + 12
+        if self.expected:
+            of_score += 4 + 4 * group
+            of_head += 4 * self.queries * head_size
+        return of_score, of_head
 
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return the scores by PyTorch; `scores` runs the kernels."""
