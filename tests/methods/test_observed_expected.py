@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import JITFunction
 
-from tests.kernels.every_kernel import shared_cpu, shared_reference
+from tests.kernels.every_kernel import shared_cpu, shared_reference, shared_triton
 from tests.methods.views import cos_sin
 from tests.steps import make_call, make_evictions
 from vllm_pyramid.kernels.contract import Ops
@@ -128,3 +130,51 @@ def test_only_the_batch_is_looked_at() -> None:
     call: AttentionInputs = replace(batch.call, layer=10**6)
     batch.evictions.plans = []
     assert torch.equal(batch.policy.scorer.scores(replace(batch, call=call)), wanted)
+
+
+class Operations(TorchDispatchMode):
+    """Records the names of all tensor operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("expected", [0.25, 0.0])
+def test_triton_launches_as_much_for_many_requests_as_for_one(
+    monkeypatch: pytest.MonkeyPatch, expected: float
+) -> None:
+    """Nothing else runs on the device but an upload of positions, and nothing is read back."""
+    launched: list[str] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: launched.append(self.__name__))
+    policy, found = policy_of(expected=expected), []
+    for lens in ([70], [70, 700, 90, 5000, 64, 53, 1030, 70]):
+        launched.clear()
+        call = make_call(
+            torch.zeros(len(lens), 320, dtype=torch.int32),
+            ops=shared_triton,
+            query=torch.zeros(sum(lens), HEADS, SIZE),
+            caches=(torch.zeros(4, KV_HEADS, BLOCK, SIZE), torch.zeros(4, KV_HEADS, BLOCK, SIZE)),
+            rotary=Rotary(cos_sin(SIZE, 400)),
+        )
+        batch = make_evictions(lens, [[30] * len(lens)]).batch(call, policy, np.arange(len(lens)))
+        with Operations() as operations:
+            scores = policy.scorer.scores(batch)
+        assert scores.shape == (len(lens), KV_HEADS, max(lens))
+        uploads = operations.names.count("lift_fresh")
+        assert set(operations.names) - {"lift_fresh"} == {"empty", "empty_like"}
+        assert uploads == bool(expected) and len(launched) + uploads <= 10
+        found.append(list(launched))
+    first, second = ["future_queries_kernel"], ["future_logits_kernel"]
+    wanted = [
+        *(first if expected else []),
+        "window_max_sum_kernel",
+        *(second if expected else []),
+        *("join_log_sum_exp_kernel", "window_mass_kernel"),
+        *("weigh_kernel", "pool_and_sum_kernel", "blend_kernel"),
+    ]
+    assert found == [wanted, wanted]

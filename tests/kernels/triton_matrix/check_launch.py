@@ -13,7 +13,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,19 +20,14 @@ from triton.runtime import driver as triton_driver
 
 from tests.kernels.arguments import check_no_requests
 from tests.kernels.every_kernel import contracts_of, shared_triton, triton_ops
-from tests.steps import make_call, make_evictions
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
-from vllm_pyramid.kernels.triton import window_scores as window_kernels
 from vllm_pyramid.methods.host_values.kernels.records import Choosers
 from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
-from vllm_pyramid.methods.observed_expected.kernels import triton_kernels as blend_kernels
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
 from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
-from vllm_pyramid.policy import load_policy
-from vllm_pyramid.step.rotary import Rotary
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]
@@ -139,49 +133,6 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
     with Recorder() as recorder:
         triton_ops.select(scores, lens, keeps, window=8)
     assert "_local_scalar_dense" in recorder.names
-
-
-@pytest.mark.parametrize("expected", [0.25, 0.0])
-def test_observed_and_expected_scores_are_few_launches(launches, expected):
-    """The same ones for any number of requests and of tokens, with nothing compiled in between."""
-    policy = load_policy("snapkv-expected", "64", {"window": 16, "expected": expected})
-    cached, counts = [], []
-    for lens in ([70], [70, 700, 90, 5000, 64, 33, 1030, 70], [600, 650]):
-        count = len(lens)
-        launches.clear()
-        call = make_call(
-            torch.zeros(count, 320, dtype=torch.int32),
-            ops=shared_triton,
-            query=torch.zeros(sum(lens), 8, 64, dtype=torch.bfloat16),
-            caches=(small_batch([1]).key_cache, small_batch([1]).value_cache),
-            rotary=Rotary(torch.zeros(9000, 64)),
-        )
-        evictions = make_evictions(lens, [[30] * count])
-        batch = evictions.batch(call, policy, np.arange(count))
-        with Recorder() as recorder:
-            scores = policy.scorer.scores(batch)
-        assert scores.shape == (count, 2, max(lens))
-        # The last is the upload of the requests' last positions.
-        assert set(recorder.names) - {"lift_fresh"} == {"empty", "empty_like"}
-        assert recorder.names.count("lift_fresh") == bool(expected)
-        counts.append(list(launches))
-        kernels = [getattr(blend_kernels, name) for name in dir(blend_kernels)]
-        cached.append(
-            [
-                sum(len(caches[0]) for caches in kernel.device_caches.values())
-                for kernel in (*kernels, *vars(window_kernels).values())
-                if hasattr(kernel, "device_caches")
-            ]
-        )
-    assert counts == [counts[0]] * 3 and cached == [cached[0]] * 3
-    first, second = ["future_queries_kernel"], ["future_logits_kernel"]
-    assert counts[0] == [
-        *(first if expected else []),
-        "window_max_sum_kernel",
-        *(second if expected else []),
-        *("join_log_sum_exp_kernel", "window_mass_kernel"),
-        *("weigh_kernel", "pool_and_sum_kernel", "blend_kernel"),
-    ]
 
 
 def test_no_requests_launch_nothing(launches):
