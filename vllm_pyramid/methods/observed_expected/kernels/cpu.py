@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of `observed_expected` in C++; the queries to come are few, and PyTorch turns them."""
+"""The scores of `observed_expected` in C++; PyTorch turns the queries to come, which are few."""
 
 from __future__ import annotations
 
@@ -18,14 +18,42 @@ from vllm_pyramid.kernels.cpu.checks import (
 )
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrObservedExpected, PyrScores, packer
+from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Softmax, WindowBatch
+from vllm_pyramid.methods.observed_expected.kernels import reference
 from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
-from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored, future_queries
+from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
+from vllm_pyramid.step.rotary import Rotary
 
-__all__ = ["future_queries", "observed_expected_scores"]
+# Numbers of the queries that are turned at once; PyTorch has some copies of them.
+_TURNED = 1 << 16
 
 _pack_scores = packer(PyrScores)
 _pack_observed_expected = packer(PyrObservedExpected)
+
+
+def future_queries(
+    query: torch.Tensor,
+    query_ends: torch.Tensor,
+    last_positions: torch.Tensor,
+    rotary: Rotary | None,
+    *,
+    queries: int,
+    positions: int,
+) -> torch.Tensor:
+    """Turn the queries of a few requests at a time as the reference does."""
+    requests, (heads, size) = query_ends.shape[0], query.shape[1:]
+    check_some_requests(requests)
+    out = torch.empty((requests, heads, queries, size), dtype=torch.float32)
+    some = max(1, _TURNED // (heads * queries * size))
+    parts = (x.split(some) for x in (query_ends, last_positions, out))
+    for ends, lasts, turned in zip(*parts, strict=True):
+        turned.copy_(
+            reference.future_queries(
+                query, ends, lasts, rotary, queries=queries, positions=positions
+            )
+        )
+    return out
 
 
 def observed_expected_scores(
