@@ -73,8 +73,8 @@ struct ScoreBuffers {
 // Rows in whole vectors of any instruction set.
 static inline int64_t whole_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 
-// Of `observed_expected`. Statistics are of the item in phase 1, and of the whole request in phase 2;
-// the last three begin with the first key of the request, and have room for whole vectors.
+// Of `observed_expected`. Statistics are of the item in phase 1, and of the whole request in phase 2.
+// Logits, mass and expected begin with the first key of the request, and have room for whole vectors.
 struct ExpectedBuffers {
   float* weights;  // per tile of the item [rows][kTileKeys] and [whole rows] maxima; or null: computed again
   float *row_max, *row_sum;    // [whole rows]

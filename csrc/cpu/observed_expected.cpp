@@ -92,7 +92,7 @@ int run(const PyrObservedExpected& e) {
 
   const Kernels& kernels = kernels_for(p.query_dtype, p.cache_dtype);
   const int64_t count = int64_t(items.size()), pairs = p.R * p.G;
-  const int64_t stats_floats = 2 * (whole + heads);
+  const int64_t stats_floats = 2 * (whole + whole_rows(heads));
   const size_t weight_floats = size_t(kChunkKeys / kTileKeys) * (rows * kTileKeys + whole);
   const bool keep = weight_floats * count * sizeof(float) <= kMaxLogitsBytes;
   const int64_t stride = round_up(longest, kTileKeys), pad = round_up(p.kernel_size / 2, 16);
@@ -112,7 +112,7 @@ int run(const PyrObservedExpected& e) {
     b.row_max = stats + stats_floats * (all ? first_of[pair] : item);
     b.row_sum = b.row_max + whole;
     b.head_max = b.row_sum + whole;
-    b.head_sum = b.head_max + heads;
+    b.head_sum = b.head_max + whole_rows(heads);
     b.mass = of_pairs + pair_floats * pair + pad;
     b.expected = b.mass + stride + pad;
     b.logits = b.expected + stride;
