@@ -116,7 +116,7 @@ def observed_expected_scores(
     log_sum_exp = launch.joined(partials)
     mass = launch.mass(log_sum_exp, longest, "mean")
     switches["HAS_EXPECTED"] = bool(shape.expected)
-    tile = 4096 // padded_head_size(key_cache.shape[3])
+    tile = max(32, 4096 // padded_head_size(key_cache.shape[3]))
     weigh_kernel[(launch.pairs, triton.cdiv(longest, tile))](
         mass,
         expected,
