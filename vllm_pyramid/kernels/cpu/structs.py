@@ -77,6 +77,15 @@ class PyrScores(ctypes.Structure):
     ]
 
 
+class PyrObservedExpected(ctypes.Structure):
+    _fields_ = [
+        ("scores", PyrScores),
+        *_pointers("value future starts"),
+        *_integers("value_p value_g value_n first last"),
+        *_doubles("expected"),
+    ]
+
+
 class PyrRecentMass(ctypes.Structure):
     _fields_ = [
         *_pointers("out log_sum_exp query key table query_ends seq_lens skips recents contexts"),
@@ -147,6 +156,7 @@ RECORDS: tuple[type[ctypes.Structure], ...] = (
     PyrKeyMass,
     PyrTopn,
     PyrScores,
+    PyrObservedExpected,
     PyrRecentMass,
     PyrSelect,
     PyrCompact,
