@@ -127,11 +127,6 @@ class WindowLaunch:
         """The number of (request, KV head) pairs."""
         return self.batch.prompt_lens.shape[0] * self.batch.key_cache.shape[1]
 
-    @property
-    def tiles_per_split(self) -> int:
-        """The tiles of keys of a split."""
-        return KEYS_PER_SPLIT // self.config["BLOCK_K"]
-
     def partials(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the maxima and sums of softmaxes over the splits, `[num_rows, splits]` each."""
         # Two tensors: the second half of one tensor could be unaligned, which is another variant.
@@ -160,7 +155,7 @@ class WindowLaunch:
             *self.scalars,
             self.splits,
             *self.strides,
-            TILES_PER_SPLIT=self.tiles_per_split,
+            TILES_PER_SPLIT=KEYS_PER_SPLIT // tile["BLOCK_K"],
             HAS_STARTS=starts is not None,
             **self.switches,
         )

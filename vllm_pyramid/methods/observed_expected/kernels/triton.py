@@ -18,7 +18,7 @@ from vllm_pyramid.kernels.triton.checks import (
     check_unit_stride,
 )
 from vllm_pyramid.kernels.triton.tiles import padded_head_size
-from vllm_pyramid.kernels.triton.window_scores_launch import WindowLaunch
+from vllm_pyramid.kernels.triton.window_scores_launch import KEYS_PER_SPLIT, WindowLaunch
 from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
 from vllm_pyramid.methods.observed_expected.kernels.triton_kernels import (
@@ -116,7 +116,7 @@ def observed_expected_scores(
     log_sum_exp = launch.joined(partials)
     mass = launch.mass(log_sum_exp, longest, "mean")
     switches["HAS_EXPECTED"] = bool(shape.expected)
-    tile = 4096 // padded_head_size(key_cache.shape[3])
+    tile = max(32, 4096 // padded_head_size(key_cache.shape[3]))
     weigh_kernel[(launch.pairs, triton.cdiv(longest, tile))](
         mass,
         expected,
@@ -193,6 +193,6 @@ def _future_logits(
         launch.splits,
         shape.sinks,
         *launch.strides[2:],
-        TILES_PER_SPLIT=launch.tiles_per_split,
+        TILES_PER_SPLIT=KEYS_PER_SPLIT // launch.config["BLOCK_K"],
         **(own | switches),
     )
