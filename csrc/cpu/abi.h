@@ -104,6 +104,19 @@ PYR_RECORD(PyrObservedExpected,
   double expected;
 );
 
+// Row i of cos_sin holds the cosines of position i, and then its sines: `rotated` numbers, 0 where there
+// is no embedding.
+PYR_RECORD(PyrFutureQueries,
+  float* out;  // [R, H, window, D], contiguous
+  const void* query;
+  const void* cos_sin;
+  const int32_t* query_ends;
+  const int32_t* last_positions;
+  int64_t query_dtype, cos_sin_dtype;
+  int64_t T, H, D, R, window, positions, rows, rotated, halves;
+  int64_t query_t, query_h, cos_sin_t, threads;
+);
+
 // The mean of the softmax over the last recents[r] queries, weighted towards the later ones, for the
 // contexts[r] keys before them.
 PYR_RECORD(PyrRecentMass,
@@ -232,6 +245,7 @@ PYR_EXPORT int64_t pyr_shared_rows();
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);
 PYR_EXPORT int pyr_window_scores(const PyrScores* p);
+PYR_EXPORT int pyr_future_queries(const PyrFutureQueries* p);
 PYR_EXPORT int pyr_observed_expected(const PyrObservedExpected* p);
 PYR_EXPORT int pyr_recent_mass(const PyrRecentMass* p);
 PYR_EXPORT int pyr_select(const PyrSelect* p);

@@ -139,7 +139,8 @@ const Record* find_record(const char* name) {
                                    PYR_DESCRIBE(PyrCompact),    PYR_DESCRIBE(PyrCacheWrite),
                                    PYR_DESCRIBE(PyrSummaries),  PYR_DESCRIBE(PyrPageScores),
                                    PYR_DESCRIBE(PyrPageSelect), PYR_DESCRIBE(PyrShared),
-                                   PYR_DESCRIBE(PyrObservedExpected)};
+                                   PYR_DESCRIBE(PyrObservedExpected),
+                                   PYR_DESCRIBE(PyrFutureQueries)};
 #undef PYR_DESCRIBE
   for (const Record& record : records)
     if (!strcmp(name, record.name)) return &record;

@@ -13,10 +13,8 @@ import torch
 
 from tests.kernels.arguments import head_sinks
 from tests.kernels.every_kernel import cpu, reference
-from tests.methods.views import cos_sin
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
-from vllm_pyramid.step.rotary import Rotary
 
 pytestmark = pytest.mark.cpu
 
@@ -245,21 +243,6 @@ def test_scores_without_room_for_the_weights(made, each_isa) -> None:
         found, alone = many.by(cpu), [scored.row(r).by(cpu)[0] for r in range(2)]
         for i, r in enumerate(repeated.tolist()):
             assert torch.equal(found[i, :, : alone[r].shape[1]], alone[r]), isa
-
-
-@pytest.mark.parametrize("rotated", [None, 64, 32])
-def test_queries_to_come(made, rotated) -> None:
-    """Turn more requests than at once, of which each is turned as it is alone."""
-    scored = made([60 + n for n in range(45)], [0] * 45, dtype=torch.bfloat16)
-    batch = scored.batch
-    rotary = None if rotated is None else Rotary(1.3 * cos_sin(rotated, 400), halves=False)
-    options = {"queries": 16, "positions": 512}
-    lasts = batch.prompt_lens * 4
-    arguments = (batch.query, batch.query_ends, lasts, rotary)
-    found = cpu.future_queries(*arguments, **options)
-    assert torch.equal(found, reference.future_queries(*arguments, **options))
-    alone = (batch.query, batch.query_ends[40:41], lasts[40:41], rotary)
-    assert torch.equal(cpu.future_queries(*alone, **options)[0], found[40])
 
 
 def test_values_of_zeros(made, check) -> None:

@@ -37,6 +37,7 @@ KERNELS = (
     "topn_attention",
     "window_scores",
     "observed_expected",
+    "future_queries",
     "recent_mass",
     "select",
     "compact",

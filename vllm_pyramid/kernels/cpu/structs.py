@@ -86,6 +86,15 @@ class PyrObservedExpected(ctypes.Structure):
     ]
 
 
+class PyrFutureQueries(ctypes.Structure):
+    _fields_ = [
+        *_pointers("out query cos_sin query_ends last_positions"),
+        *_integers("query_dtype cos_sin_dtype"),
+        *_integers("T H D R window positions rows rotated halves"),
+        *_integers("query_t query_h cos_sin_t threads"),
+    ]
+
+
 class PyrRecentMass(ctypes.Structure):
     _fields_ = [
         *_pointers("out log_sum_exp query key table query_ends seq_lens skips recents contexts"),
@@ -157,6 +166,7 @@ RECORDS: tuple[type[ctypes.Structure], ...] = (
     PyrTopn,
     PyrScores,
     PyrObservedExpected,
+    PyrFutureQueries,
     PyrRecentMass,
     PyrSelect,
     PyrCompact,

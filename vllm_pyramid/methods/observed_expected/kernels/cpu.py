@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of `observed_expected` in C++; PyTorch turns the queries to come, which are few."""
+"""The kernels of `observed_expected` in C++."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from vllm_pyramid.kernels.cpu.checks import (
     vector_address,
 )
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrObservedExpected, PyrScores, packer
+from vllm_pyramid.kernels.cpu.structs import (
+    PyrFutureQueries,
+    PyrObservedExpected,
+    PyrScores,
+    packer,
+)
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Softmax, WindowBatch
-from vllm_pyramid.methods.observed_expected.kernels import reference
 from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
 from vllm_pyramid.step.rotary import Rotary
 
-# Numbers of the queries that are turned at once; PyTorch has some copies of them.
-_TURNED = 1 << 16
-
 _pack_scores = packer(PyrScores)
 _pack_observed_expected = packer(PyrObservedExpected)
+_pack_future_queries = packer(PyrFutureQueries)
 
 
 def future_queries(
@@ -41,18 +43,34 @@ def future_queries(
     queries: int,
     positions: int,
 ) -> torch.Tensor:
-    """Turn the queries of a few requests at a time as the reference does."""
-    requests, (heads, size) = query_ends.shape[0], query.shape[1:]
+    """Turn them by a table of any of the dtypes that a model has, with one thread a request."""
+    requests, (tokens, heads, size) = query_ends.shape[0], query.shape
     check_some_requests(requests)
+    check_head_size(size)
+    query_strides = check_heads("query", query, 1, size)
+    if queries < 1 or positions < 1:
+        raise ValueError(f"queries {queries} and positions {positions} must be at least 1")
+    table = (0, 0, 0, 0, 1, 0)
+    if rotary is not None:
+        cos_sin = rotary.cos_sin
+        rows, rotated = cos_sin.shape
+        if rotated % 2 or rotated > size:
+            raise ValueError(f"{rotated} channels cannot turn, of heads with {size}")
+        if cos_sin.stride(1) != 1:
+            raise ValueError(f"rows of cos_sin must be contiguous, got {cos_sin.stride()}")
+        code = dtype_code("cos_sin", cos_sin)
+        table = (cos_sin.data_ptr(), code, rows, rotated, int(rotary.halves), cos_sin.stride(0))
+    address, code, rows, rotated, halves, stride = table
     out = torch.empty((requests, heads, queries, size), dtype=torch.float32)
-    some = max(1, _TURNED // (heads * queries * size))
-    parts = (x.split(some) for x in (query_ends, last_positions, out))
-    for ends, lasts, turned in zip(*parts, strict=True):
-        turned.copy_(
-            reference.future_queries(
-                query, ends, lasts, rotary, queries=queries, positions=positions
-            )
-        )
+    record = _pack_future_queries(
+        *(out.data_ptr(), query.data_ptr(), address),
+        vector_address("query_ends", query_ends, requests),
+        vector_address("last_positions", last_positions, requests),
+        *(dtype_code("query", query), code),
+        *(tokens, heads, size, requests, queries, positions, rows, rotated, halves),
+        *(*query_strides, stride, torch.get_num_threads()),
+    )
+    run("future_queries", record)
     return out
 
 
