@@ -184,6 +184,14 @@ def test_a_batch_changes_no_bit(make_paged, ints, device):
         )
 
 
+def test_a_request_of_which_everything_stays_has_zeros(make_paged, ints, device):
+    own = made(make_paged, ints, Case(kv_heads=1, group=2), [28, 24, 60, 33], [0, 0, 0, 7], device)
+    found = own.score(triton_ops.observed_expected_scores)
+    wanted = own.score(reference.observed_expected_scores, compute_dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=1e-8)
+    assert not found[0, :, :28].any() and not found[3, :, 7:33].any() and found[2, :, 4:36].all()
+
+
 def test_no_starts_are_zeros(make_paged, ints, device):
     own = made(make_paged, ints, Case(kv_heads=1), [70, 60], [0, 0], device)
     found = own.score(triton_ops.observed_expected_scores)

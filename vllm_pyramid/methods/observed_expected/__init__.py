@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the prompt's end attends to, and what future queries are expected to: both in one score.
 
-It costs the attention of `queries` queries and their products with all keys. `kernels/` scores all
+It costs the attention of `queries` queries and their products with all keys. Kernels score all
 requests of a step together; `score` defines the result, one request at a time. The scorer needs the
 window's queries without rotary embedding, and is refused for models whose embedding is not known.
- `expected` was 1 up to version 0.2.0. Why it is 0.25 now, and what hybrids with few full
-layers may set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
+`expected` was 1 up to version 0.2.0. Why it is 0.25 now, and what hybrids with few full layers may
+set: lab/results/real-models.md#what-the-recommended-scorer-is-made-of.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class ObservedExpectedScorer(Scorer):
         from vllm_pyramid.step.upload import upload
 
         call, policy, evictions = batch.call, batch.policy, batch.evictions
-        kernels, caches = observed_expected_ops(call.ops), call.batch
         if (fewest := int(evictions.query_lens[batch.shortened].min())) < self.queries:
             raise ValueError(
                 f"a scorer looks at {self.queries} queries, and the step has {fewest} of a request"
@@ -129,7 +128,7 @@ class ObservedExpectedScorer(Scorer):
             key_scale=call.key_scale,
             key_scales=call.key_scales,
         )
-        future = None
+        kernels, future = observed_expected_ops(call.ops), None
         if self.expected:
             last = (evictions.points[batch.shortened] - 1).astype(np.int32)
             future = kernels.future_queries(
@@ -147,7 +146,7 @@ class ObservedExpectedScorer(Scorer):
             call.softmax,
             shape,
             future=future,
-            value_scales=caches.value_scales,
+            value_scales=call.batch.value_scales,
             starts=batch.dead_prefixes,
         )
 

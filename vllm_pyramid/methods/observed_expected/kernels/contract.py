@@ -90,8 +90,8 @@ class ObservedExpectedOps(Protocol):
             future: `[R, H, W, D]` float32 from `future_queries`, contiguous; required where
                 `shape.expected` is not 0, and not read otherwise.
             value_scales: as `WindowBatch.key_scales`, of V; not in C++.
-            starts: `[R]` int32, the first token of each request, below `prompt_lens`: the slots
-                before it are never read. None: 0.
+            starts: `[R]` int32, the first token of each request, below `prompt_lens` and within the
+                table's first block. Whatever is in the slots before it reaches no score. None: 0.
 
         Returns:
             `[R, G, max(prompt_lens)]` float32: 0 for tokens that are not inside, and -inf before
