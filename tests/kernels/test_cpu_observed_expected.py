@@ -293,7 +293,7 @@ def test_bad_arguments_raise(made) -> None:
     refused("future must be float32", future=None)
     refused("future must be float32", future=future.double())
     refused("future must be contiguous", future=future.mT.contiguous().mT)
-    refused("16 queries must be in a window of 8", shape=ScoreShape(4, 8))
+    refused("16 queries score: they must be 1 to 8", shape=ScoreShape(4, 8))
     refused("key_cache and value_cache differ", values=scored.values.bfloat16())
     refused("soft_cap -1.0 must be >= 0", softmax=Softmax(0.1, -1.0))
     refused("starts must be int32", starts=scored.starts.long())
