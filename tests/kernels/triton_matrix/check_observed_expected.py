@@ -192,6 +192,21 @@ def test_a_request_of_which_everything_stays_has_zeros(make_paged, ints, device)
     assert not found[0, :, :28].any() and not found[3, :, 7:33].any() and found[2, :, 4:36].all()
 
 
+@pytest.mark.parametrize("place", [0, 33, 60], ids=["sink", "inside", "window"])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_nan_reaches_the_scores_of_its_head_alone(make_paged, ints, device, which, place):
+    """In V of the window, or of sinks that no pooling reaches, it reaches none."""
+    own = made(make_paged, ints, Case(group=1, kernel_size=3), [70, 80], [0, 0], device)
+    whole = own.score(triton_ops.observed_expected_scores)
+    cache = own.batch.key_cache if which == "keys" else own.values
+    cache[own.batch.block_table[1, place // 16].long(), 1, place % 16] = math.nan
+    found = own.score(triton_ops.observed_expected_scores)
+    wanted = own.score(reference.observed_expected_scores, compute_dtype=torch.float64)
+    wrong = found.isnan()
+    assert torch.equal(wrong, wanted.isnan()) and torch.equal(found[~wrong], whole[~wrong])
+    assert wrong[1, 1, 4:56].all() == (which == "keys" or place == 33)
+
+
 def test_no_starts_are_zeros(make_paged, ints, device):
     own = made(make_paged, ints, Case(kv_heads=1), [70, 60], [0, 0], device)
     found = own.score(triton_ops.observed_expected_scores)
@@ -273,7 +288,7 @@ def test_refuses(make_paged, ints, device):
         (replace(own, future=None), "future must be float32"),
         (replace(own, future=wrong), "future must be float32"),
         (replace(own, future=own.future.transpose(1, 2).contiguous().mT), "future must be"),
-        (replace(own, case=replace(own.case, window=8)), "16 queries score: they must be 1 to 8"),
+        (replace(own, case=replace(own.case, window=8)), "16 queries must be in a window of 8"),
         (replace(own, values=own.values.float()), "one dtype"),
     ):
         with pytest.raises(ValueError, match=message):
