@@ -288,7 +288,7 @@ def test_refuses(make_paged, ints, device):
         (replace(own, future=None), "future must be float32"),
         (replace(own, future=wrong), "future must be float32"),
         (replace(own, future=own.future.transpose(1, 2).contiguous().mT), "future must be"),
-        (replace(own, case=replace(own.case, window=8)), "16 queries must be in a window of 8"),
+        (replace(own, case=replace(own.case, window=8)), "16 queries score: they must be 1 to 8"),
         (replace(own, values=own.values.float()), "one dtype"),
     ):
         with pytest.raises(ValueError, match=message):

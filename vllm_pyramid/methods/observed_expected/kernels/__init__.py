@@ -2,7 +2,7 @@
 """The kernels of `observed_expected`: their contract, and three modules that implement it.
 
 `reference.py` is plain PyTorch, `cpu.py` calls the C++ library, `triton.py` launches the kernels of
-`triton_kernels.py`.
+`triton_future.py` and `triton_kernels.py`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def check_scored(batch: WindowBatch, shape: ScoreShape, future: torch.Tensor | N
     check_one_table(batch.block_table)
     if not 1 <= batch.window <= shape.window:
         raise ValueError(
-            f"{batch.window} queries must be in a window of {shape.window} tokens, and at least one"
+            f"{batch.window} queries score: they must be 1 to {shape.window}, the window's tokens"
         )
     if not shape.expected:
         return
