@@ -18,6 +18,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
     LOG2_E,
     dot,
     key_factors,
+    load_keys,
     soft_capped,
     with_sink,
 )
@@ -90,9 +91,7 @@ def window_max_sum_kernel(
     window_start = (tl.program_id(1) % window_tiles) * WINDOW_TILE
     split = tl.program_id(2)
     length = tl.load(prompt_lens + r)
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts + r)
+    start = tl.load(starts + r) if HAS_STARTS else 0
 
     rows = tl.arange(0, HEADS * WINDOW_TILE)
     head_in_group = head_start + rows // WINDOW_TILE
@@ -124,12 +123,8 @@ def window_max_sum_kernel(
     for tile in range(begin, end):
         positions = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = tl.minimum(tl.maximum(positions, start), length - 1)
-        blocks = tl.load(table_row + inside // BLOCK_SIZE).to(tl.int64)
-        in_block = (inside % BLOCK_SIZE).to(tl.int64)
-        k = tl.load(
-            key_base + (blocks * stride_key_block + in_block * stride_key_token)[:, None],
-            mask=dim_mask[None, :],
-            other=0.0,
+        k = load_keys(
+            key_base, table_row, inside, stride_key_block, stride_key_token, dim_mask, BLOCK_SIZE
         )
         factors = key_factors(
             scale, scale_base, table_row, inside, stride_scale_block, stride_scale_token,
