@@ -28,7 +28,7 @@ SOURCE = Path("csrc/cpu")
 DISPATCH = "runtime"  # chooses an instruction set among those that were compiled
 BASELINE = [
     *(DISPATCH, "attention", "key_mass", "recent_mass", "topn", "scores", "select", "pages"),
-    "cache_ops",
+    *("cache_ops", "observed_expected", "future_queries"),
     "kernels_portable",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

@@ -26,65 +26,24 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
+from triton_cases import MAIN_CASES, MORE_CASES, Case, ints, softmax_of
 
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
 from vllm_pyramid.methods.host_values.kernels import triton as value_triton
+from vllm_pyramid.methods.observed_expected.kernels import triton as blend_triton
+from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
 from vllm_pyramid.methods.pages.kernels.records import COMBINES, SUMMARY_ROWS, PageBatch
 from vllm_pyramid.methods.thinning.kernels import triton as recent_triton
 from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.step.rotary import Rotary
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory a thread block may use, in bytes: A100, H100/H200, B200 (CUDA programming guide).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model geometry and the options of a call."""
-
-    name: str
-    num_kv_heads: int = 8
-    group: int = 4
-    head_size: int = 128
-    dtype: torch.dtype = torch.bfloat16
-    cache: torch.dtype | None = None  # None: that of the queries
-    scaled_rows: bool = False  # with a scale for each token and KV head
-    joint: bool = True
-    window: int = 32
-    splits: int = 8
-    sliding_window: int = 0
-    soft_cap: float = 0.0
-    sinks: bool = False
-    reduce: str = "mean"
-    pooling: str = "avg"
-
-
-MAIN_CASES = (
-    Case("head 128, group 4, bf16"),
-    Case("head 128, group 4, bf16, int8 rows", cache=torch.int8, scaled_rows=True),
-)
-MORE_CASES = (
-    Case("head 128, group 4, bf16, e4m3 cache", cache=torch.float8_e4m3fn),
-    Case("head 128, group 4, bf16, e4m3 rows", cache=torch.float8_e4m3fn, scaled_rows=True),
-    Case("head 64, group 8, bf16, int8 rows, window, sinks", head_size=64, group=8,
-         cache=torch.int8, scaled_rows=True, sliding_window=128, sinks=True),
-    Case("head 256, group 2, bf16, int8 rows, window, cap", head_size=256, group=2,
-         cache=torch.int8, scaled_rows=True, sliding_window=4096, soft_cap=50.0),
-    Case("head 64, group 8, bf16", head_size=64, group=8, pooling="max", reduce="max"),
-    Case("head 80, group 1, fp16", head_size=80, group=1, num_kv_heads=32, dtype=torch.float16),
-    Case("head 96, group 3, bf16, one split", head_size=96, group=3, splits=1, window=8),
-    Case("head 256, group 2, bf16, window, cap", head_size=256, group=2, sliding_window=4096,
-         soft_cap=50.0),
-    Case("head 64, group 8, bf16, window, sinks", head_size=64, group=8, sliding_window=128,
-         sinks=True),
-    Case("head 128, group 32, bf16", group=32, num_kv_heads=1, window=64),
-    Case("head 128, group 4, fp32", dtype=torch.float32, joint=False, pooling="none"),
-    Case("head 64, group 4, fp32", dtype=torch.float32, head_size=64, reduce="sum"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,19 +114,6 @@ class OfflineDriver:
         return lambda *args, **kwargs: None
 
 
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def softmax_of(case: Case) -> Softmax:
-    return Softmax(
-        case.head_size**-0.5,
-        soft_cap=case.soft_cap,
-        sliding_window=case.sliding_window,
-        sinks=torch.zeros(case.num_kv_heads * case.group) if case.sinks else None,
-    )
-
-
 def score_and_compact_scaled_rows(case: Case) -> None:
     """The functions that take rows of K, its scale, V and its scale (see docs/kv_layout.md)."""
     heads, size, block = case.num_kv_heads, case.head_size, 16
@@ -196,6 +142,7 @@ def score_and_compact_scaled_rows(case: Case) -> None:
         recent_triton.recent_mass(recent, softmax, distance_weight=1.2, log_sum_exp=known)
         reduction = Reduction(case.reduce, case.pooling)
         triton_ops.window_scores(prompts, softmax, reduction, log_sum_exp=known)
+    blend(case, prompts, values, softmax, value_scales=scales)
     kept = torch.zeros(2, heads, 512, dtype=torch.int32)
     rows = words[..., : half // 4], words[..., half // 4 :]
     triton_ops.compact(*rows, table, kept, lens, keeps)
@@ -257,6 +204,7 @@ def call_everything(case: Case) -> None:
     scores = triton_ops.window_scores(prompts, softmax, reduction)
     reduction = Reduction(case.reduce, "none")
     triton_ops.window_scores(prompts, softmax, reduction, log_sum_exp=lse)
+    blend(case, prompts, value_cache, softmax)
     kept = triton_ops.select(scores, lens, keeps, window=case.window, sinks=4)
     triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
     triton_ops.copy_blocks(key_cache, value_cache, ints(0, 1), ints(2, 3))
@@ -273,6 +221,31 @@ def call_everything(case: Case) -> None:
     )
     triton_lanes.lane_rows(torch.zeros(2 * heads + 1, dtype=torch.int32), places[0], starts, heads)
     triton_lanes.lane_slots(places, table[None], starts, lens, heads, heads * block, 0)
+
+
+def blend(
+    case: Case,
+    prompts: WindowBatch,
+    values: torch.Tensor,
+    softmax: Softmax,
+    value_scales: torch.Tensor | None = None,
+) -> None:
+    """Score by `observed_expected`, with and without its second score, with both embeddings."""
+    ends, lens = prompts.query_ends, prompts.prompt_lens
+    inputs, options = (prompts.query, ends, lens), {"queries": case.window, "positions": 512}
+    for rotary in (
+        None,
+        Rotary(torch.zeros(4096, case.head_size, dtype=case.dtype)),
+        Rotary(torch.zeros(4096, case.head_size // 2), halves=False),
+    ):
+        future = blend_triton.future_queries(*inputs, rotary, **options)
+    for expected, starts in ((0.0, None), (0.25, ints(0, 0))):
+        blend_triton.observed_expected_scores(
+            *(prompts, values, softmax, ScoreShape(4, case.window, expected=expected)),
+            future=future,
+            value_scales=value_scales,
+            starts=starts,
+        )
 
 
 def summarise_and_select(

@@ -13,19 +13,23 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_layers import BLOCK_SIZE, DEVICE, GROUP, HEAD_SIZE, KV_HEADS, Layers
 
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
+from vllm_pyramid.methods.observed_expected.kernels import triton as blend_triton
+from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.pages.kernels import page_ops
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.step.rotary import Rotary
 
-BLOCK_SIZE, KV_HEADS, GROUP, HEAD_SIZE = 16, 8, 4, 128  # Llama 3 8B, bfloat16
 WINDOW, KEEP = 32, 1024
+QUERIES, POSITIONS = 16, 512  # of `auto`, whose window is longer
 ROUNDS = 15
 # Layers are taken in turn until they hold this much, so that none finds its cache in the L2.
 COLD_BYTES = 512 << 20
@@ -33,7 +37,6 @@ DECODES = ((32, 8192), (64, 1024), (8, 1024), (1, 8192))  # (requests, context)
 PROMPTS = ((1, 8192), (4, 8192))
 SELECTED = 1024  # tokens that are read where pages are selected
 SELECTIONS = tuple((n, context) for n in (1, 16) for context in (2048, 4096, 8192, 16384, 32768))
-DEVICE = "cuda"
 
 
 def require(condition: bool, message: str) -> None:
@@ -55,33 +58,6 @@ def median_times(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
             if turn >= 3:  # the first rounds compile and warm up
                 times[name].append(begin.elapsed_time(end))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-@dataclass
-class Layers:
-    """Paged caches of several layers with one table; shapes as in kernels/records.py."""
-
-    caches: list[tuple[torch.Tensor, torch.Tensor]]
-    table: torch.Tensor
-    lens: torch.Tensor
-    context: int
-
-    @staticmethod
-    def build(requests: int, context: int, layers: int) -> Layers:
-        blocks = requests * context // BLOCK_SIZE
-        pool = torch.empty(
-            (layers, blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE),
-            dtype=torch.bfloat16,
-            device=DEVICE,
-        )
-        caches = [(layer[..., :HEAD_SIZE], layer[..., HEAD_SIZE:]) for layer in pool.normal_()]
-        order = torch.randperm(blocks, device=DEVICE).to(torch.int32)
-        lens = torch.full((requests,), context, dtype=torch.int32, device=DEVICE)
-        return Layers(caches, order.view(requests, -1), lens, context)
-
-    def queries(self, tokens_each: int) -> torch.Tensor:
-        shape = (self.lens.numel() * tokens_each, KV_HEADS * GROUP, HEAD_SIZE)
-        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -178,13 +154,25 @@ def bench_eviction(requests: int, context: int, copy: Callable[[], object], copi
     key_cache, value_cache = layers.caches[0]
     query = layers.queries(WINDOW)
     lens, keeps = layers.lens, torch.full_like(layers.lens, KEEP)
-    ends = torch.arange(1, requests + 1, dtype=torch.int32, device="cuda") * WINDOW
+    ends = torch.arange(1, requests + 1, dtype=torch.int32, device=DEVICE) * WINDOW
 
     prompts = WindowBatch(query, key_cache, layers.table, ends, lens, WINDOW, context)
 
     def score() -> torch.Tensor:
         return triton_ops.window_scores(prompts, Softmax(HEAD_SIZE**-0.5), Reduction())
 
+    rotary = Rotary(torch.rand(2 * context, HEAD_SIZE, device=DEVICE))
+
+    def blend() -> torch.Tensor:
+        future = blend_triton.future_queries(
+            query, ends, lens, rotary, queries=QUERIES, positions=POSITIONS
+        )
+        queries, shape = replace(prompts, window=QUERIES), ScoreShape(4, WINDOW)
+        return blend_triton.observed_expected_scores(
+            queries, value_cache, Softmax(HEAD_SIZE**-0.5), shape, future=future
+        )
+
+    require(bool(blend().isfinite().all()), "scores of observed_expected are not finite")
     scores = score()
 
     def select() -> torch.Tensor:
@@ -194,6 +182,7 @@ def bench_eviction(requests: int, context: int, copy: Callable[[], object], copi
     calls = {
         "copy": copy,
         "window_scores": score,
+        "observed_expected_scores": blend,
         "select": select,
         "compact": lambda: triton_ops.compact(
             key_cache, value_cache, layers.table, kept, lens, keeps
@@ -202,9 +191,10 @@ def bench_eviction(requests: int, context: int, copy: Callable[[], object], copi
     times = median_times(calls)
     bandwidth = copied / times["copy"]
     row_bytes = requests * KV_HEADS * HEAD_SIZE * 2
-    # What has to move at the least: K once, the scores once, the survivors out and in.
+    # What has to move at the least: K once (and V), the scores once, the survivors out and in.
     least = {
         "window_scores": context * row_bytes,
+        "observed_expected_scores": 2 * context * row_bytes,
         "select": scores.numel() * 4,
         "compact": 4 * KEEP * row_bytes,
     }

@@ -12,6 +12,7 @@ MATRIX = (
     "check_lanes.py",
     "check_mass.py",
     "check_moves.py",
+    "check_observed_expected.py",
     "check_page_selection.py",
     "check_pages.py",
     "check_recent.py",

@@ -116,6 +116,7 @@ def kernels(device: Any) -> Ops:
         ("recent_mass", of_recent),
         ("topn_attention", of_topn),
         ("window_scores", of_window),
+        ("observed_expected_scores", of_window),
         ("select", of_select),
         ("summarise_pages", of_summaries),
         ("score_pages", of_pages),

@@ -342,11 +342,10 @@ def test_all_of_it_on_a_device_that_is_not_there(
         assert ("add to RUNS" in capsys.readouterr().out) == is_record
 
 
-def test_selection_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stage's own code, over the reference; and from which context on selecting is faster."""
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The code of the stage `kernels` with small shapes on the CPU, which times nothing."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    kernels = importlib.import_module("gpu_kernels")
-    from vllm_pyramid.kernels import reference
+    kernels, layers = map(importlib.import_module, ("gpu_kernels", "gpu_layers"))
 
     def run(calls: dict[str, Any]) -> dict[str, float]:
         for call in calls.values():
@@ -354,8 +353,36 @@ def test_selection_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: 1.0 + (name == "dense") for name in calls}
 
     sizes = {"KV_HEADS": 2, "GROUP": 2, "HEAD_SIZE": 16, "COLD_BYTES": 1, "SELECTED": 128}
-    for name, value in {**sizes, "DEVICE": "cpu", "median_times": run}.items():
-        monkeypatch.setattr(kernels, name, value)
+    for name, value in {**sizes, "DEVICE": "cpu", "KEEP": 100, "median_times": run}.items():
+        for module in (kernels, layers):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    return kernels
+
+
+def test_evictions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage's own code, over the references of the kernels."""
+    kernels = gpu_kernels(monkeypatch)
+    from vllm_pyramid.kernels import reference
+    from vllm_pyramid.kernels.triton import functions
+    from vllm_pyramid.methods.observed_expected.kernels import reference as scores
+
+    monkeypatch.setattr(kernels, "blend_triton", scores)
+    for name in ("window_scores", "select", "compact"):
+        monkeypatch.setattr(functions, name, getattr(reference, name))
+    row = kernels.bench_eviction(2, 256, lambda: None, 10**6)
+    for name in ("window_scores", "observed_expected_scores", "select", "compact"):
+        assert row[name]["milliseconds"] == 1.0
+    rows = 2 * 256 * 2 * 16 * 2  # requests, tokens, KV heads, head size, bytes
+    assert row["window_scores"]["least_megabytes"] == rows / 1e6
+    assert row["observed_expected_scores"]["least_megabytes"] == 2 * rows / 1e6
+
+
+def test_selection_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage's own code, over the reference; and from which context on selecting is faster."""
+    kernels = gpu_kernels(monkeypatch)
+    from vllm_pyramid.kernels import reference
+
     row = kernels.bench_selection(2, 512, reference)
     assert row["dense_by_selection"] == pytest.approx(2 / 3) and row["context"] == 512
     assert row["dense_milliseconds"] == 2.0 and row["attend_milliseconds"] == 1.0

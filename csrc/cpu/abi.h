@@ -14,7 +14,7 @@
 #pragma once
 #include <cstdint>
 
-#define PYR_ABI_VERSION 14
+#define PYR_ABI_VERSION 15
 #define PYR_EXPORT extern "C" __attribute__((visibility("default")))
 // Defines a struct, and the text of its definition (without comments) as <name>_fields.
 #define PYR_RECORD(name, ...)  \
@@ -90,6 +90,31 @@ PYR_RECORD(PyrScores,
   int64_t query_t, query_h, key_p, key_g, key_n, table_r;
   int64_t window, reduce, pooling, kernel_size, threads;
   double scale, soft_cap;
+);
+
+// Scores by two sums over the keys starts[r] .. prompt_lens[r] - 1 of a request, of which `first` in
+// front and `last` behind get 0. `scores.out` is [R, G, out_len] over all places; the log-sum-exp, the
+// reduction and the kind of pooling are not used.
+PYR_RECORD(PyrObservedExpected,
+  PyrScores scores;
+  const void* value;
+  const float* future;    // [R, H, window, D], contiguous; null: no second sum
+  const int32_t* starts;  // [R] or null: 0
+  int64_t value_p, value_g, value_n, first, last;
+  double expected;
+);
+
+// Row i of cos_sin holds the cosines of position i, and then its sines: `rotated` numbers, 0 where there
+// is no embedding.
+PYR_RECORD(PyrFutureQueries,
+  float* out;  // [R, H, window, D], contiguous
+  const void* query;
+  const void* cos_sin;
+  const int32_t* query_ends;
+  const int32_t* last_positions;
+  int64_t query_dtype, cos_sin_dtype;
+  int64_t T, H, D, R, window, positions, rows, rotated, halves;
+  int64_t query_t, query_h, cos_sin_t, threads;
 );
 
 // The mean of the softmax over the last recents[r] queries, weighted towards the later ones, for the
@@ -220,6 +245,8 @@ PYR_EXPORT int64_t pyr_shared_rows();
 PYR_EXPORT int pyr_key_mass(const PyrKeyMass* p);
 PYR_EXPORT int pyr_topn_attention(const PyrTopn* p);
 PYR_EXPORT int pyr_window_scores(const PyrScores* p);
+PYR_EXPORT int pyr_future_queries(const PyrFutureQueries* p);
+PYR_EXPORT int pyr_observed_expected(const PyrObservedExpected* p);
 PYR_EXPORT int pyr_recent_mass(const PyrRecentMass* p);
 PYR_EXPORT int pyr_select(const PyrSelect* p);
 PYR_EXPORT int pyr_compact(const PyrCompact* p);

@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_kernel.h"
 #include "key_mass_kernel.h"
+#include "observed_expected_kernel.h"
 #include "pages_kernel.h"
 #include "recent_mass_kernel.h"
 #include "score_kernel.h"
@@ -10,7 +11,8 @@
 
 #define PYR_KERNELS(MODE, QUANTISE)                                                          \
   {attention_scratch<MODE>, attention<MODE>, merge, score_scratch<MODE>, score_logits<MODE>, \
-   score_mass<MODE>, read_memory, key_mass_scratch<MODE>, key_mass<MODE>,                    \
+   score_mass<MODE>, expected_scratch<MODE>, expected_logits<MODE>, expected_mass<MODE>,     \
+   read_memory, key_mass_scratch<MODE>, key_mass<MODE>,                                      \
    topn_scratch<MODE>, topn_logits<MODE>, topn_values<MODE>, recent_scratch<MODE>,           \
    recent_rows<MODE>, recent_keys<MODE>, summarise<MODE>, page_weights, QUANTISE}
 

@@ -55,10 +55,12 @@ struct Partials {
   float* slot(int64_t i) const { return memory + size_t(i) * slot_floats; }
 };
 
-// Keys begin .. end - 1 of one request and KV head, for the window scores.
+// Keys begin .. end - 1 of one request and KV head, counted from its place `start`, for the scores of a
+// window's queries.
 struct ScoreItem {
   int32_t request, kv_head;
   int32_t begin, end;
+  int32_t start;
 };
 
 struct ScoreBuffers {
@@ -66,6 +68,21 @@ struct ScoreBuffers {
   float* row_max;          // [rows] of this item in phase 1, of the whole request in phase 2
   float* row_sum;          // likewise
   float* mass;             // [max keys] of this (request, KV head), written in phase 2
+};
+
+// Rows in whole vectors of any instruction set.
+static inline int64_t whole_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
+
+// Of `observed_expected`. Statistics are of the item in phase 1, and of the whole request in phase 2.
+// Logits, mass and expected begin with the first key of the request, and have room for whole vectors.
+struct ExpectedBuffers {
+  float* weights;  // per tile of the item [rows][kTileKeys] and [whole rows] maxima; or null: computed again
+  float *row_max, *row_sum;    // [whole rows]
+  float *head_max, *head_sum;  // [heads], of the expected attention
+  float* logits;               // [heads][stride], of the expected attention
+  float* mass;                 // ||v||_1, times the attention of the window after phase 2
+  float* expected;             // ||v||_2, times the expected attention after phase 2
+  int64_t stride;
 };
 
 // Some rows (recent query * heads + head) or some keys (counted from `skip`) of a request and KV head.
@@ -84,6 +101,11 @@ struct Kernels {
   size_t (*score_scratch)(const PyrScores&);
   void (*score_logits)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
   void (*score_mass)(const PyrScores&, const ScoreItem&, const ScoreBuffers&, void* scratch);
+  size_t (*expected_scratch)(const PyrObservedExpected&);
+  void (*expected_logits)(const PyrObservedExpected&, const ScoreItem&, const ExpectedBuffers&,
+                          void* scratch);
+  void (*expected_mass)(const PyrObservedExpected&, const ScoreItem&, const ExpectedBuffers&,
+                        void* scratch);
   // Reads memory at full bandwidth, the reference of the benchmarks.
   float (*read)(const char* memory, size_t bytes, const char* next);
   size_t (*key_mass_scratch)(const PyrAttention&);

@@ -138,7 +138,9 @@ const Record* find_record(const char* name) {
                                    PYR_DESCRIBE(PyrRecentMass), PYR_DESCRIBE(PyrSelect),
                                    PYR_DESCRIBE(PyrCompact),    PYR_DESCRIBE(PyrCacheWrite),
                                    PYR_DESCRIBE(PyrSummaries),  PYR_DESCRIBE(PyrPageScores),
-                                   PYR_DESCRIBE(PyrPageSelect), PYR_DESCRIBE(PyrShared)};
+                                   PYR_DESCRIBE(PyrPageSelect), PYR_DESCRIBE(PyrShared),
+                                   PYR_DESCRIBE(PyrObservedExpected),
+                                   PYR_DESCRIBE(PyrFutureQueries)};
 #undef PYR_DESCRIBE
   for (const Record& record : records)
     if (!strcmp(name, record.name)) return &record;

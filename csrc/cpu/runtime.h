@@ -44,6 +44,15 @@ const Kernels& kernels_for(int64_t query_dtype, int64_t cache_dtype);
 // that share pages of `fewest_keys` keys or more read them together where that pays; 0: never.
 int attend(const PyrAttention& p, const uint8_t* exactly, int64_t fewest_keys = 0);
 
+// Scores of a window's queries: keys of an item, a multiple of kTileKeys, and the size up to which what
+// was computed of every key is kept between two phases. Beyond it is computed again.
+constexpr int64_t kChunkKeys = 1024;
+constexpr size_t kMaxLogitsBytes = size_t(64) << 20;
+
+// Joins the maxima of rows, and the sums of 2^(x - maximum), of the items of one (request, KV head)
+// into those of the first; `stride` is from an item's to the next one's.
+void join_stats(float* max, float* sum, int64_t items, int64_t stride, int64_t rows);
+
 // Checks that the table entries of positions first .. last - 1 of request r exist and name blocks
 // of the pool.
 int check_table(const int32_t* table, int64_t table_r, int64_t r, int64_t first, int64_t last,

@@ -39,7 +39,7 @@ PYR_INLINE void each_score_tile(const PyrScores& p, const ScoreItem& item, const
                                 Use use) {
   using T = typename Mode::Element;
   const int D = int(p.D), units = D / Mode::Step, heads = int(p.H / p.G), window = int(p.window);
-  const int rows = heads * window, n = p.prompt_lens[item.request];
+  const int rows = heads * window, n = p.prompt_lens[item.request] - item.start;
   for (int r = 0; r < rows; ++r) {
     const int64_t token = p.query_ends[item.request] - window + r % window;
     const int64_t head = int64_t(item.kv_head) * heads + r / window;
@@ -49,10 +49,9 @@ PYR_INLINE void each_score_tile(const PyrScores& p, const ScoreItem& item, const
   const T* key = (const T*)p.key + item.kv_head * p.key_g;
   const CacheWalk<T> walk{key,     key,     p.table + item.request * p.table_r, p.N, p.key_p,
                           p.key_n, p.key_p, p.key_n};
-  const int step = group_rows(rows);
   TileRows<T> tiles[2];
   const auto rows_at = [&](int begin, TileRows<T>* out) {
-    walk.tile(begin, 0, item.end - begin < KB ? item.end - begin : KB, out);
+    walk.tile(item.start + begin, 0, item.end - begin < KB ? item.end - begin : KB, out);
   };
   rows_at(item.begin, &tiles[0]);
   int turn = 0;
@@ -65,9 +64,7 @@ PYR_INLINE void each_score_tile(const PyrScores& p, const ScoreItem& item, const
       next = tiles[turn ^ 1].key;
     }
     pack_keys<Mode>(s.keys, tiles[turn].key, keys, D, next);
-    for (int r = 0; r < rows; r += step)
-      product<Mode, false>(rows - r < step ? rows - r : step, s.scores + r * KB, KB,
-                           s.queries + r * units, units, s.keys, KB, units, vectors, nullptr);
+    multiply_keys<Mode>(rows, s.scores, s.queries, units, s.keys, vectors);
     const float factor = float(p.scale) * kLog2e;
     const bool masked = begin + vectors * W > n - window + 1 || keys < vectors * W;
     for (int r = 0; r < rows; ++r) {
@@ -88,6 +85,21 @@ PYR_INLINE void each_score_tile(const PyrScores& p, const ScoreItem& item, const
   }
 }
 
+// Adds a tile of scores to the maximum of their row, and to the sum of 2^(score - maximum).
+PYR_INLINE void add_to_softmax(const float* row, int vectors, float* max, float* sum) {
+  V top = v_load(row);
+  for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(row + i * W));
+  const float before = *max, tile_max = v_hmax(top);
+  const float after = tile_max > before ? tile_max : before;
+  const V shift = v_set(reference_of(after));
+  V total = v_zero();
+  for (int i = 0; i < vectors; ++i)
+    total = v_add(total, v_exp2(v_sub(v_load(row + i * W), shift)));
+  const float kept = after == before ? 1.0f : v_first(v_exp2(v_set(before - after)));
+  *sum = *sum * kept + v_hsum(total);
+  *max = after;
+}
+
 // Phase 1: each row's maximum and the sum of 2^(score - maximum) over the item's keys.
 template <class Mode>
 void score_logits(const PyrScores& p, const ScoreItem& item, const ScoreBuffers& b, void* memory) {
@@ -99,20 +111,8 @@ void score_logits(const PyrScores& p, const ScoreItem& item, const ScoreBuffers&
     b.row_sum[r] = 0;
   }
   each_score_tile<Mode>(p, item, s, [&](int first, const float* scores, int vectors) {
-    for (int r = 0; r < rows; ++r) {
-      const float* row = scores + r * KB;
-      V top = v_load(row);
-      for (int i = 1; i < vectors; ++i) top = v_max(top, v_load(row + i * W));
-      const float before = b.row_max[r], tile_max = v_hmax(top);
-      const float after = tile_max > before ? tile_max : before;
-      const V shift = v_set(reference_of(after));
-      V total = v_zero();
-      for (int i = 0; i < vectors; ++i)
-        total = v_add(total, v_exp2(v_sub(v_load(row + i * W), shift)));
-      const float kept = after == before ? 1.0f : v_first(v_exp2(v_set(before - after)));
-      b.row_sum[r] = b.row_sum[r] * kept + v_hsum(total);
-      b.row_max[r] = after;
-    }
+    for (int r = 0; r < rows; ++r)
+      add_to_softmax(scores + r * KB, vectors, &b.row_max[r], &b.row_sum[r]);
     if (b.logits)
       for (int r = 0; r < rows; ++r)
         memcpy(b.logits + r * width + first, scores + r * KB, size_t(vectors) * W * 4);

@@ -11,10 +11,6 @@
 namespace pyr {
 namespace {
 
-constexpr int64_t kChunkKeys = 1024;  // of one item; a multiple of kTileKeys
-// Logits are kept between the two phases up to this size, and computed again beyond.
-constexpr size_t kMaxLogitsBytes = size_t(64) << 20;
-
 int check(const PyrScores& p, int64_t r) {
   const long long n = p.prompt_lens[r], end = p.query_ends[r];
   if (n <= p.window)
@@ -49,19 +45,6 @@ void pool(const PyrScores& p, const float* mass, int64_t n, float* out) {
   std::fill(out + n, out + p.out_len, -INFINITY);
 }
 
-// Joins the row statistics of the items of one (request, KV head) into those of its first item.
-void join_stats(float* first, int64_t items, int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r) {
-    float max = first[r];
-    for (int64_t k = 1; k < items; ++k) max = std::max(max, first[k * rows * 2 + r]);
-    float sum = 0;
-    for (int64_t k = 0; k < items; ++k)
-      sum += first[k * rows * 2 + rows + r] * std::exp2(first[k * rows * 2 + r] - max);
-    first[r] = max;
-    first[rows + r] = sum;
-  }
-}
-
 // Sets the row statistics of one (request, KV head) by its log-sum-exp: the maximum, with sum 1.
 void given_stats(const PyrScores& p, int64_t pair, float* out, int64_t rows) {
   const int64_t heads = p.H / p.G, head0 = pair % p.G * heads;
@@ -88,7 +71,7 @@ int run(const PyrScores& p) {
     for (int32_t g = 0; g < p.G; ++g) {
       first_of.push_back(int64_t(items.size()));
       for (int32_t begin = 0; begin < n; begin += kChunkKeys)
-        items.push_back({int32_t(r), g, begin, std::min<int32_t>(n, begin + kChunkKeys)});
+        items.push_back({int32_t(r), g, begin, std::min<int32_t>(n, begin + kChunkKeys), 0});
     }
   }
   first_of.push_back(int64_t(items.size()));
@@ -131,7 +114,7 @@ int run(const PyrScores& p) {
     if (p.log_sum_exp)
       given_stats(p, pair, first, rows);
     else
-      join_stats(first, first_of[pair + 1] - first_of[pair], rows);
+      join_stats(first, first + rows, first_of[pair + 1] - first_of[pair], 2 * rows, rows);
   };
   for_each_item(rows * count < 4096 ? 1 : p.threads, pairs, join);
   phase(kernels.score_mass, true);
@@ -145,6 +128,19 @@ int run(const PyrScores& p) {
 }
 
 }  // namespace
+
+void join_stats(float* max, float* sum, int64_t items, int64_t stride, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float most = max[r];
+    for (int64_t k = 1; k < items; ++k) most = std::max(most, max[k * stride + r]);
+    float total = 0;
+    for (int64_t k = 0; k < items; ++k)
+      total += sum[k * stride + r] * std::exp2(max[k * stride + r] - most);
+    max[r] = most;
+    sum[r] = total;
+  }
+}
+
 }  // namespace pyr
 
 int pyr_window_scores(const PyrScores* p) {

@@ -280,6 +280,18 @@ PYR_INLINE int group_rows(int rows) {
   return groups ? (rows + groups - 1) / groups : 1;
 }
 
+// c[rows][KB] = a[rows][units] * keys, for any number of rows. Few keys at a time meet all rows, so they
+// stay in the first-level cache.
+template <class Mode>
+PYR_INLINE void multiply_keys(int rows, float* c, const float* a, int units, const float* keys,
+                              int vectors) {
+  const int step = group_rows(rows);
+  for (int n = 0; n < vectors; n += kNV)
+    for (int r = 0; r < rows; r += step)
+      product<Mode, false>(rows - r < step ? rows - r : step, c + r * KB + n * W, KB, a + r * units,
+                           units, keys + n * W, KB, units, vectors - n < kNV ? vectors - n : kNV, nullptr);
+}
+
 PYR_INLINE float load_scalar(const void* base, int64_t index, int64_t dtype) {
   if (dtype == PYR_F32) return ((const float*)base)[index];
   if (dtype == PYR_BF16) return to_float(((const bf16_t*)base)[index]);

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 
@@ -57,6 +58,10 @@ def check_no_requests(module: Any, batch: Any) -> None:
             module.window_scores(prompts, softmax, Reduction())
         with pytest.raises(ValueError, match="at least one request"):
             module.recent_mass(recents, softmax, distance_weight=1.0)
+        with pytest.raises(ValueError, match="at least one request"):
+            module.future_queries(query, none, none, None, queries=8, positions=2)
+        with pytest.raises(ValueError, match="at least one request"):
+            module.observed_expected_scores(prompts, value, softmax, ScoreShape(0, 8))
         scores = torch.zeros(0, key.shape[1], 30)
         with pytest.raises(ValueError, match="at least one request"):
             module.select(scores, none, none, window=8, max_keep=longest)

@@ -12,12 +12,14 @@ from vllm_pyramid.kernels.cpu import functions as shared_cpu
 from vllm_pyramid.kernels.triton import functions as shared_triton
 from vllm_pyramid.methods.accumulated.kernels.contract import MassOps
 from vllm_pyramid.methods.host_values.kernels.contract import ValueOps
+from vllm_pyramid.methods.observed_expected.kernels.contract import ObservedExpectedOps
 from vllm_pyramid.methods.pages.kernels.contract import PageOps
 from vllm_pyramid.methods.thinning.kernels.contract import RecentOps
 
 OWN: dict[str, type] = {
     "vllm_pyramid.methods.accumulated.kernels": MassOps,
     "vllm_pyramid.methods.host_values.kernels": ValueOps,
+    "vllm_pyramid.methods.observed_expected.kernels": ObservedExpectedOps,
     "vllm_pyramid.methods.pages.kernels": PageOps,
     "vllm_pyramid.methods.thinning.kernels": RecentOps,
 }

@@ -23,6 +23,8 @@ from vllm_pyramid.kernels.cpu import structs as cpu_records
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.accumulated.kernels import cpu as mass_cpu
 from vllm_pyramid.methods.host_values.kernels import cpu as value_cpu
+from vllm_pyramid.methods.observed_expected.kernels import cpu as expected_cpu
+from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels.records import PageSelection
 from vllm_pyramid.methods.thinning.kernels import cpu as recent_cpu
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.cpu
 HEADER = Path(__file__).parents[2] / "csrc" / "cpu" / "abi.h"
 
 # All that pack records.
-MODULES = (cpu_attention, cpu_eviction, mass_cpu, value_cpu, page_cpu, recent_cpu)
+MODULES = (cpu_attention, cpu_eviction, mass_cpu, value_cpu, page_cpu, recent_cpu, expected_cpu)
 
 
 def test_the_largest_head_size_is_the_librarys() -> None:
@@ -215,6 +217,20 @@ def test_scores(make_batch: Any, packed: Any) -> None:
     check(record, 112)
     assert record.out and record.prompt_lens == made.seq_lens.data_ptr()
     assert (record.window, record.reduce, record.pooling, record.kernel_size) == (8, 2, 1, 7)
+
+    own, future = made.value_cache.clone()[..., :64], torch.zeros(3, 6, 8, 64)
+    starts, function = torch.full((3,), 7, dtype=torch.int32), cpu.observed_expected_scores
+    inputs = (function, prompts, own, softmax, ScoreShape(3, 12, 9, 0.75))
+    options = {"future": future, "starts": starts}
+    record = packed(cpu_records.PyrObservedExpected, *inputs, **options)
+    scores, record.scores.log_sum_exp = record.scores, lse.data_ptr()  # it has none of its own
+    check(scores, 120)
+    assert scores.out and scores.prompt_lens == made.seq_lens.data_ptr()
+    assert (scores.window, scores.reduce, scores.pooling, scores.kernel_size) == (8, 0, 0, 9)
+    assert (record.value, record.future) == (own.data_ptr(), future.data_ptr())
+    assert (record.value_p, record.value_g, record.value_n) == own.stride()[:3]
+    assert (record.starts, record.first, record.last) == (starts.data_ptr(), 3, 12)
+    assert record.expected == 0.75
 
     skips, recents, contexts = (torch.full((3,), n, dtype=torch.int32) for n in (0, 5, 20))
     lens = made.seq_lens

@@ -21,7 +21,8 @@ MATRIX = Path(__file__).parent / "triton_matrix"
 MODULES = (
     *("check_attention.py", "check_fp8.py", "check_mass.py", "check_moves.py", "check_pages.py"),
     *("check_recent.py", "check_scaled_rows.py", "check_scores.py", "check_topn.py"),
-    *("check_lanes.py", "check_page_selection.py", "check_vllm_rows.py"),
+    *("check_lanes.py", "check_observed_expected.py", "check_page_selection.py"),
+    "check_vllm_rows.py",
 )
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton.runtime import JITFunction
 
 from tests.methods.views import MadeUp, cos_sin
 from tests.plumbing.peak_memory import peak_memory
 from tests.steps import make_call, make_evictions, make_tracker
 from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.kernels.cpu import functions as cpu
+from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
@@ -186,6 +188,31 @@ def worst_step(policy: Policy, lens: list[int]) -> tuple[Any, Any, Any]:
     for hooks in tracker.hooks.cache:
         hooks.allocate(blocks)
     return call, evictions, tracker.hooks
+
+
+@pytest.mark.parametrize("name", ["snapkv", "snapkv-expected", "observed alone"])
+@pytest.mark.parametrize("lens", [[20_000], [60] * 200, [60] * 40 + [5_000]], ids=len)
+def test_triton_allocates_no_more_than_the_scorer_says(
+    monkeypatch: pytest.MonkeyPatch, name: str, lens: list[int]
+) -> None:
+    """Its launchers run, and no kernel; on CUDA their tensors are all that evictions take."""
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
+    policy = small(name.replace("observed alone", "snapkv-expected"))
+    if name == "observed alone":
+        policy = load_policy("snapkv-expected", budget=40, args={"window": 16, "expected": 0.0})
+    call, evictions, _ = worst_step(policy, lens)
+    batch = evictions.batch(replace(call, ops=triton_ops), policy, np.arange(len(lens)))
+    with peak_memory() as peak:
+        scores = policy.scorer.scores(batch)
+    of_score, of_head = policy.scorer.kernel_bytes(policy, SIZE, HEADS // KV_HEADS)
+    padded = KV_HEADS * len(lens) * max(lens)
+    assert scores.numel() <= padded
+    said = (8 + of_score) * padded + of_head * HEADS * len(lens)
+    assert peak.tensors <= said
+    assert name == "snapkv" or said < 1.25 * peak.tensors, "it says much more than that"
+    spec = SimpleNamespace(num_kv_heads=KV_HEADS, head_size=SIZE, block_size=BLOCK)
+    memory = EvictionMemory(policy, [spec], HEADS, max(lens), len(lens))
+    assert memory.bytes_of_scores() > said and not memory.bytes_of_copies()
 
 
 LENS = [60] * 40 + [20_000] + [60] * 215

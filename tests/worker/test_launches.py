@@ -16,8 +16,10 @@ from vllm_pyramid.policy import Policy, load_policy
 pytestmark = pytest.mark.cpu
 
 LAYERS = 32
-# Of each function of the Triton back end (tests/kernels/triton_matrix/check_launch.py).
-LAUNCHES = {"window_scores": 4, "select": 1, "compact": 1, "copy_blocks": 1, "unrankable": 2}
+# Of each function of the Triton back end (tests/kernels/triton_matrix/check_launch.py,
+# tests/methods/test_observed_expected.py).
+LAUNCHES = {"future_queries": 1, "observed_expected_scores": 7}
+LAUNCHES |= {"window_scores": 4, "select": 1, "compact": 1, "copy_blocks": 1, "unrankable": 2}
 # What is launched in every step, with evictions or without.
 OF_STEPS = {"reshape_and_cache", "vllms_attention", "shift_block_tables", "effective_lens"}
 OF_STEPS |= {"gather_lanes", "lane_rows", "lane_slots"}
@@ -71,6 +73,7 @@ def _launches(
 
 
 POLICIES = {
+    "auto": load_policy("snapkv-expected", "40", args={"window": 16}),
     "snapkv": load_policy("snapkv", "40", args={"window": 16}),
     "pyramidkv": load_policy("pyramidkv", "40", args={"window": 8}),
 }

@@ -92,6 +92,23 @@ class Scorer(Component):
         rows = policy.window if self.needs_queries else 0
         return 6 * head_size + (2 * group + 1) * rows
 
+    def kernel_bytes(self, policy: Policy, head_size: int, group: int) -> tuple[int, int]:
+        """Return the bytes that the kernels of `scores` allocate, on any device.
+
+        The engine reserves memory for them, and for the scores and as many numbers before pooling.
+        The default is that of `window_scores`: two float32 for each query row and 512 keys (C++:
+        1,024), and less for each row and key, of which a request has more than queries.
+
+        Args:
+            head_size: of K, and of V. group: query heads of a KV head.
+
+        Returns:
+            Bytes for each of the padded scores, and for each request and query head.
+        """
+        if self.copies_keys or not self.needs_queries:
+            return 0, 0
+        return -(-8 * group * policy.window // 512) + 10 * group, 0
+
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return the importance of each key of one request in one layer; higher is kept first.
 

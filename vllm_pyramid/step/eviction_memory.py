@@ -117,7 +117,7 @@ class EvictionMemory:
         policy: the engine's, or the one that it has for evictions inside prompts.
         specs: of the layers that evict. num_heads: H, of a layer.
         tables_per_layer: block tables of a layer; a spec is of one of them.
-        longest: tokens of the longest request. requests: most of them in a step.
+        longest: tokens of the longest request. requests: most of them that evict in a step.
         threads: that run kernels on the CPU; 0 elsewhere.
         traces: whether kept positions are traced. gathers: whether pools follow the tokens.
         at_step_end: whether all layers may be evicted at a step's end.
@@ -144,12 +144,18 @@ class EvictionMemory:
 
     def bytes_of_scores(self) -> int:
         """Return the bytes of a piece: its scores, what is selected by them, and its tables."""
-        of_each = _SCORED + self._bytes_of_window() + _TRACED * self.traces
+        of_each = _SCORED + _TRACED * self.traces
         of_each += _LEVELLED * self.policy.schedule.waits_for_orders
         of_each += _GATHERED * self.gathers + _DEFERRED * self.policy.allocator.defers
+        found = []
+        for spec in self.specs:
+            heads, group = spec.num_kv_heads, self._group_of(spec)
+            of_score, of_head = self.policy.scorer.kernel_bytes(self.policy, spec.head_size, group)
+            of_requests = of_head * self._rows(heads * group * spec.head_size) * heads * group
+            found.append((of_each + of_score) * self._numbers(heads) + of_requests)
         block_size = min(spec.block_size for spec in self.specs)
         tables = 24 * self.requests * -(-self.longest // block_size)  # int32, and as an index
-        return of_each * max(self._numbers(spec.num_kv_heads) for spec in self.specs) + tables
+        return max(found) + tables
 
     def bytes_of_copies(self) -> int:
         """Return the bytes of the copies of as many KV heads as are scored at a time."""
@@ -191,6 +197,19 @@ class EvictionMemory:
         of_thread = 4 * rows * (size + _TILE) + 8 * (self.longest + 1) + 2**20
         return 5 * (self.threads * of_thread + LOGITS_BYTES * (rows > 0)) // 4
 
+    def _rows(self, numbers_of_query: int) -> int:
+        """Return the most rows of a batch: requests, in each layer where all evict together.
+
+        Args:
+            numbers_of_query: that a query of a row has, of at least two bytes each.
+        """
+        queries = queries_at_step_end(self.policy, self.traces) if self.at_step_end else None
+        if not queries:
+            return self.requests
+        tables = len(self.specs) * self.tables_per_layer
+        waiting = max(tables, QUERIES_BYTES // (2 * queries * numbers_of_query))
+        return max(self.requests, min(self.requests * tables, waiting))
+
     def _numbers(self, num_kv_heads: int) -> int:
         """Return the most padded scores of a piece."""
         one = num_kv_heads * self.longest
@@ -200,17 +219,6 @@ class EvictionMemory:
         if self.policy.allocator.defers:  # all layers have the pieces of the first one
             most = most * num_kv_heads // min(spec.num_kv_heads for spec in self.specs)
         return min(max(most, one), rows * one)
-
-    def _bytes_of_window(self) -> int:
-        """Return the bytes of the window's row statistics, for each padded score.
-
-        The kernels keep two float32 for each query row and 512 (C++: 1,024) keys; a request has
-        more keys than its window has queries.
-        """
-        policy = self.policy
-        if policy.scorer.copies_keys or not policy.scorer.needs_queries:
-            return 0
-        return -(-8 * self._group() * policy.window // 512) + 10 * self._group()
 
     def _group(self) -> int:
         """Return the most query heads of a KV head."""

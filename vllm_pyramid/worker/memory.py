@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_pyramid.kv_cache.spec import HostSlots
+from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.eviction_memory import EvictionMemory
 from vllm_pyramid.step.hooks import MethodHooks
@@ -119,7 +120,7 @@ class WorkerMemory:
                 list(self._layers.evicting.values()),
                 model.get_num_attention_heads(self._config.parallel_config),
                 model.max_model_len,
-                self._config.scheduler_config.max_num_seqs,
+                self._most_evicting(part),
                 threads=threads,
                 traces=self._settings.trace is not None,
                 gathers=self._gathers,
@@ -129,6 +130,14 @@ class WorkerMemory:
             for part in parts
         ]
         return max(memory.num_bytes for memory in memories)
+
+    def _most_evicting(self, policy: Policy) -> int:
+        """Return the most requests that evict in a step: each has its window's queries in it."""
+        scheduler = self._config.scheduler_config
+        most = scheduler.max_num_seqs
+        if policy.scorer.needs_queries and policy.window:
+            most = min(most, max(1, scheduler.max_num_batched_tokens // policy.window))
+        return most
 
     def reserve(self, available: int, is_fixed: bool) -> int:
         """Return how many of the `available` bytes are for the KV cache, and log what is not.

@@ -50,8 +50,9 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.fixture
-def launches():
+def launches(monkeypatch):
     """Record the names of the kernels launched on a pretended device."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     path = ROOT / "scripts" / "compile_triton.py"
     spec = importlib.util.spec_from_file_location("compile_triton", path)
     module = importlib.util.module_from_spec(spec)
@@ -89,18 +90,21 @@ def test_launches_of_an_eviction(launches):
     scores, keeps = made["window_scores"](), torch.full_like(lens, 20)
     kept = triton_ops.select(scores, lens, keeps, window=8, max_keep=20)
     caches = batch.key_cache, batch.value_cache
+    first = torch.zeros_like(lens)
     made |= {
         "select": lambda: triton_ops.select(scores, lens, keeps, window=8, max_keep=20),
         "compact": lambda: triton_ops.compact(*caches, batch.block_table, kept, lens, keeps),
-        "copy_blocks": lambda: triton_ops.copy_blocks(*caches, lens[:1] * 0, lens[:1]),
-        "unrankable": lambda: triton_ops.unrankable(scores, lens * 0, lens),
+        "copy_blocks": lambda: triton_ops.copy_blocks(*caches, first[:1], lens[:1]),
+        "unrankable": lambda: triton_ops.unrankable(scores, first, lens),
     }
     for name, call in made.items():
         launches.clear()
         with Recorder() as recorder:
             call()
         assert len(launches) + recorder.names.count("any") == LAUNCHES[name], name
-        assert set(recorder.names) <= {"any", "empty", "empty_like", "mul", "slice", "view"}, name
+        assert set(recorder.names) <= {"any", "empty", "empty_like", "detach", "slice", "view"}, (
+            name
+        )
 
 
 def test_decode_with_a_workspace_runs_no_tensor_operation(launches):
@@ -155,7 +159,7 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
     assert "_local_scalar_dense" not in recorder.names
     assert "_to_copy" not in recorder.names
     assert "empty" in recorder.names  # the recorder does see what the calls do
-    assert len(launches) == 3 + 4 + 1 + 1 + 2
+    assert len(launches) == 3 + 4 + 1 + 1 + 1 + 1 + 2
     with Recorder() as recorder:
         triton_ops.select(scores, lens, keeps, window=8)
     assert "_local_scalar_dense" in recorder.names

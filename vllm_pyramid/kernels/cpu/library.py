@@ -23,7 +23,7 @@ from vllm_pyramid.kernels.cpu.structs import RECORDS, fields_of, parse_fields
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 ISA_VARIABLE = "VLLM_PYRAMID_CPU_ISA"
 # Names another build of the library, such as the one of `make sanitize`.
 LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
@@ -36,6 +36,8 @@ KERNELS = (
     "key_mass",
     "topn_attention",
     "window_scores",
+    "observed_expected",
+    "future_queries",
     "recent_mass",
     "select",
     "compact",

@@ -77,6 +77,24 @@ class PyrScores(ctypes.Structure):
     ]
 
 
+class PyrObservedExpected(ctypes.Structure):
+    _fields_ = [
+        ("scores", PyrScores),
+        *_pointers("value future starts"),
+        *_integers("value_p value_g value_n first last"),
+        *_doubles("expected"),
+    ]
+
+
+class PyrFutureQueries(ctypes.Structure):
+    _fields_ = [
+        *_pointers("out query cos_sin query_ends last_positions"),
+        *_integers("query_dtype cos_sin_dtype"),
+        *_integers("T H D R window positions rows rotated halves"),
+        *_integers("query_t query_h cos_sin_t threads"),
+    ]
+
+
 class PyrRecentMass(ctypes.Structure):
     _fields_ = [
         *_pointers("out log_sum_exp query key table query_ends seq_lens skips recents contexts"),
@@ -147,6 +165,8 @@ RECORDS: tuple[type[ctypes.Structure], ...] = (
     PyrKeyMass,
     PyrTopn,
     PyrScores,
+    PyrObservedExpected,
+    PyrFutureQueries,
     PyrRecentMass,
     PyrSelect,
     PyrCompact,

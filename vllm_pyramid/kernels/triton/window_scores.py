@@ -18,6 +18,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
     LOG2_E,
     dot,
     key_factors,
+    load_keys,
     soft_capped,
     with_sink,
 )
@@ -40,7 +41,8 @@ def window_logits(
 
 # Rows of a larger tensor begin at any multiple of four bytes.
 @triton.jit(
-    do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_ends", "prompt_lens"]
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["query_ends", "prompt_lens", "starts"],
 )
 def window_max_sum_kernel(
     partial_max,
@@ -51,6 +53,7 @@ def window_max_sum_kernel(
     block_table,
     query_ends,
     prompt_lens,
+    starts,
     scale,
     soft_cap,
     num_splits,
@@ -75,8 +78,9 @@ def window_max_sum_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_KEY_SCALES: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
 ):
-    """Find the maximum and sum of each row over one split of the keys.
+    """Find the maximum and sum of each row over one split of the keys, from `starts[r]` on.
 
     `partial_*` are `[R, H, W, splits]`. Grid: request and KV head, row tile, split.
     """
@@ -87,6 +91,7 @@ def window_max_sum_kernel(
     window_start = (tl.program_id(1) % window_tiles) * WINDOW_TILE
     split = tl.program_id(2)
     length = tl.load(prompt_lens + r)
+    start = tl.load(starts + r) if HAS_STARTS else 0
 
     rows = tl.arange(0, HEADS * WINDOW_TILE)
     head_in_group = head_start + rows // WINDOW_TILE
@@ -117,19 +122,17 @@ def window_max_sum_kernel(
     end = tl.minimum(begin + TILES_PER_SPLIT, tl.cdiv(length, BLOCK_K))
     for tile in range(begin, end):
         positions = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside = tl.minimum(positions, length - 1)
-        blocks = tl.load(table_row + inside // BLOCK_SIZE).to(tl.int64)
-        in_block = (inside % BLOCK_SIZE).to(tl.int64)
-        k = tl.load(
-            key_base + (blocks * stride_key_block + in_block * stride_key_token)[:, None],
-            mask=dim_mask[None, :],
-            other=0.0,
+        inside = tl.minimum(tl.maximum(positions, start), length - 1)
+        k = load_keys(
+            key_base, table_row, inside, stride_key_block, stride_key_token, dim_mask, BLOCK_SIZE
         )
         factors = key_factors(
             scale, scale_base, table_row, inside, stride_scale_block, stride_scale_token,
             BLOCK_SIZE, HAS_KEY_SCALES,
         )  # fmt: skip
         logits = window_logits(q, k, factors, soft_cap, positions, query_positions, HAS_SOFT_CAP)
+        if HAS_STARTS:
+            logits = tl.where(positions[None, :] >= start, logits, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(logits, 1))
         # The last split may start inside the window, where early queries see none of its keys.
         reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
