@@ -65,6 +65,7 @@ class StepEndEviction:
         self._chosen: Indices = np.zeros(0, np.int64)
         self._others: Indices = self._chosen
         self._index: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -101,20 +102,21 @@ class StepEndEviction:
         if self._others.size:
             for call in split(inputs):
                 evict_layer(self.policy, call, evictions, self.hooks, trace, self._others)
-        kept = without_query(inputs)
-        if self._index is not None:
-            queries = inputs.query.index_select(0, self._index)
-            kept = replace(kept, batch=replace(kept.batch, query=queries))
+        kept = self._with_last_queries(inputs)
         for call in split(kept):
             self._queries.append(call.query)
             self._calls.append(without_query(call))
         if len(self._calls) < self.num_layers:
             return
-        calls, queries_of = self._calls, self._queries
+        calls, queries_of, memory = self._calls, self._queries, self._memory
         self._forget()
-        for own in _of_one_kind(calls):
+        kinds = _of_one_kind(calls)
+        for own in kinds:
             of_kind = [calls[place] for place in own]
-            queries = torch.cat([queries_of[place] for place in own])
+            if len(kinds) == 1 and memory is not None and len(memory) == len(calls):
+                queries = memory.flatten(0, 1)
+            else:
+                queries = torch.cat([queries_of[place] for place in own])
             first = of_kind[0]
             of_kind[0] = replace(first, batch=replace(first.batch, query=queries))
             self._evict(of_kind, evictions, trace)
@@ -132,9 +134,24 @@ class StepEndEviction:
             ends = evictions.query_ends[self._chosen].astype(np.int64)
             places = ends[:, None] + np.arange(-self.queries, 0)
             self._index = upload(places.clip(min=0).ravel(), query.device)
+            layers = self.num_layers // self._tables_per_layer
+            self._memory = query.new_empty(layers, len(self._index), *query.shape[1:])
+
+    def _with_last_queries(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return a layer's inputs with a copy of the last queries of the chosen requests alone."""
+        kept, memory = without_query(inputs), self._memory
+        if self._index is None or memory is None:
+            return kept
+        place, query = len(self._calls) // self._tables_per_layer, inputs.query
+        if query.shape[1:] == memory.shape[2:]:
+            queries = torch.index_select(query, 0, self._index, out=memory[place])
+        else:  # a layer with other heads than the first
+            queries = query.index_select(0, self._index)
+        return replace(kept, batch=replace(kept.batch, query=queries))
 
     def _forget(self) -> None:
         self._evictions, self._calls, self._queries = None, [], []
+        self._memory = None
 
     def _evict(
         self, calls: list[AttentionInputs], evictions: StepEvictions, trace: TraceWriter | None

@@ -25,8 +25,9 @@ def mark_wrong_scores(batch: EvictionBatch, scores: torch.Tensor) -> torch.Tenso
         scores: `[S, G, columns]`.
     """
     policy = batch.policy
-    first, end = batch.dead_prefixes + policy.sinks, batch.lens - policy.window
-    wrong = batch.call.ops.unrankable(scores, first, end)
+    counts = batch.host_dead_prefixes + policy.sinks, batch.host_lens - policy.window
+    firsts, ends = upload(np.stack(counts).astype(np.int32), scores.device)
+    wrong = batch.call.ops.unrankable(scores, firsts, ends)
     reason = (
         f"{batch.where}: the scorer {policy.scorer.kind!r} gave NaN or infinity, which "
         "cannot be ranked"
