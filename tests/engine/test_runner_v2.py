@@ -67,6 +67,7 @@ ATTEND = {"min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
 # whose lengths the worker solves, and one that evicts during generation.
 POLICIES: dict[str, dict[str, Any]] = {
     "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": 24},
+    "auto": {"kv_policy": "auto", "kv_budget": 24, "kv_policy_args": {"window": 16}},
     "xkv": {"kv_policy": "xkv", "kv_budget": 24},
     "h2o": {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}},
     "inside": {
@@ -140,7 +141,18 @@ ENGINES = {
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "inside", "hybrid", "eagle", "kcache", "away", "thinned", "both", "heads"),
+        (
+            "pyramidkv",
+            "auto",
+            "inside",
+            "hybrid",
+            "eagle",
+            "kcache",
+            "away",
+            "thinned",
+            "both",
+            "heads",
+        ),
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
@@ -152,7 +164,7 @@ ENGINES = {
     ),
     "decode-graphs": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "h2o", "heads", "streams", "select"),
+        ("pyramidkv", "auto", "h2o", "heads", "streams", "select"),
     ),
 }
 # vLLM's mode of CUDA graphs, where there are stand-ins for them.
