@@ -15,6 +15,7 @@ from tests.shifted_worker import KV_HEADS, Host, Worker, launch_tables, policies
 from tests.steps import make_call
 from vllm_pyramid.attention import step_end
 from vllm_pyramid.attention.step_end import StepEndEviction
+from vllm_pyramid.methods.keydiff import KeyDiffScorer
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.eviction_rows import JoinedTables
 from vllm_pyramid.step.hooks import MethodHooks
@@ -166,6 +167,26 @@ def test_a_scorer_that_raises_ends_its_requests_alone(monkeypatch: pytest.Monkey
         worker.step(step)
     assert set(worker.failed) == {"a"}
     assert "no scores here" in worker.failed["a"].reason
+
+
+def test_a_scorer_may_look_at_the_last_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without declaring it, also beside a policy for evictions inside prompts that needs more."""
+
+    def of_last(self: Any, inputs: Any) -> torch.Tensor:
+        found: torch.Tensor = inputs.reduce_groups(inputs.attention(1)[:, 0])
+        return found + inputs.queries[-1].abs().mean()
+
+    chunk = {"tokens": 48, "keep": 24, "scorer": "keydiff"}
+    for policy in (
+        load_policy("keydiff", "40"),
+        load_policy("pyramidkv", "24", args={"window": 8, "chunk": chunk}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(KeyDiffScorer, "score", of_last)
+            alone = _run(policy, Host(), pytest.MonkeyPatch(), at_step_end=False)
+            together = _run(policy, Host(), pytest.MonkeyPatch(), at_step_end=True)
+        assert together.joins and together.failed == {} and together.evictions > 1
+        assert torch.equal(alone.cache, together.cache)
 
 
 def test_joined_tables() -> None:

@@ -27,7 +27,7 @@ from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.step.hooks import LAYER_HOOKS
-from vllm_pyramid.worker import adapter, worker_layers
+from vllm_pyramid.worker import adapter, layer_binding, worker_layers
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.adapter_v1 import TablesV1
 from vllm_pyramid.worker.adapter_v2 import MetadataBuilding, TablesV2
@@ -127,7 +127,9 @@ class Runner(RunnerAdapter, StockRunner):
         super().__init__(heads)
         self.device = torch.device("cpu")
         self.kv_caches: list[torch.Tensor] = []  # read where there is a host cache alone
-        self.layers = {name: SimpleNamespace(impl=OurImpl()) for name in NAMES}
+        self.layers = {
+            name: SimpleNamespace(impl=OurImpl(), kv_cache=torch.zeros(1)) for name in NAMES
+        }
         budget = None if policy in ("full", "duoattention") else 64
         self.vllm_config = SimpleNamespace(  # type: ignore[assignment]
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
@@ -205,6 +207,7 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(PipelineSync, "layers_of_all", of_two_stages)
     monkeypatch.setattr(StockRunner, "own", NAMES[1:])
+    monkeypatch.setattr(layer_binding, "evicts_at_step_end", lambda caches: True)
     runner = Runner()
     assert runner.pyramid.tracker.num_layers == len(NAMES)
     groups = make_groups()
@@ -214,6 +217,8 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
     for place, layer in enumerate((1, 2)):
         context = groups[layer].metadata_builders[0].context
         assert context.layer == layer
+        # The last layer of this stage is the last one that it waits for.
+        assert context.step_end.num_layers == len(runner.shifted.tables)
         assert runner.tables[layer].data_ptr() == runner.shifted.tables[place].data_ptr()
     runner.pyramid.start_trace()
 

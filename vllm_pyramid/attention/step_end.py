@@ -45,7 +45,8 @@ class StepEndEviction:
     Args:
         policy: the engine's. hooks: of its methods.
         queries: the last queries of a request that scorers look at.
-        num_layers: of the worker; KV heads with block tables of their own are layers here.
+        num_layers: of this worker, not of other pipeline stages; KV heads with block tables of
+            their own are layers here.
         tables_per_layer: block tables of a layer.
     """
 
@@ -181,7 +182,9 @@ class StepEndEviction:
             for piece in pieces(lens[which], calls[0].key_cache.shape[1]):
                 rows = which[piece]
                 of_rows = places[rows], shortened[rows], ends[rows]
-                batch = batch_of_layers(evictions, calls, joined, policy, *of_rows)
+                batch = batch_of_layers(
+                    evictions, calls, joined, policy, *of_rows, num_queries=self.queries
+                )
                 evict_batch(batch, None, self.hooks, trace)
 
 

@@ -71,13 +71,13 @@ class Scorer(Component):
     def queries_at_step_end(self, policy: Policy) -> int | None:
         """Return how many of a request's last queries `scores` needs for all layers together.
 
-        None: it scores in each layer, when that has attended. A `score` that looks at no queries
-        may always wait.
+        None: it scores in each layer, when that has attended. A `score` may always wait that looks
+        at no more than the last query, which all may look at.
         """
         if self.asks_ranks or not (self.joins_layers or self.copies_keys):
             return None
         if not self.needs_queries:
-            return 0
+            return 1 if self.copies_keys else 0
         return policy.window if self.joins_layers else None
 
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:

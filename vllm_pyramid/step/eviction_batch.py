@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int32]
 # The fields of a batch with a number for each row.
-_ON_HOST = ("shortened", "layers", "host_lens", "host_dead_prefixes", "host_keeps")
-_ON_DEVICE = ("tables", "query_ends", "lens", "dead_prefixes", "keeps")
+_LISTS = ("lens", "dead_prefixes", "keeps", "query_ends")
+_ON_HOST = ("shortened", "layers", *(f"host_{name}" for name in _LISTS))
+_ON_DEVICE = ("tables", *_LISTS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class EvictionBatch:
         lens: `[S]` int32, tokens in the tables.
         dead_prefixes: `[S]` int32, the first tokens of the tables, which were evicted before.
         keeps: `[S]` int32, tokens that stay.
-        host_lens, host_dead_prefixes, host_keeps: the same on the host.
+        host_lens, host_dead_prefixes, host_keeps, host_query_ends: the same on the host.
+        num_queries: of each request in `call.query`; None: all of the step's.
     """
 
     call: AttentionInputs
@@ -64,6 +66,8 @@ class EvictionBatch:
     host_lens: IntArray
     host_dead_prefixes: IntArray
     host_keeps: IntArray
+    host_query_ends: IntArray
+    num_queries: int | None = None
 
     @property
     def longest(self) -> int:
@@ -202,9 +206,11 @@ class EvictionBatch:
     # One request at a time ------------------------------------------------------------------------
 
     def scorer_inputs(self, row: int) -> ScorerInputs:
-        """Return request `row` for a scorer; without queries in a batch of several layers."""
+        """Return request `row` for a scorer."""
         call, evictions, index = self.call, self.evictions, int(self.shortened[row])
-        end, count = int(evictions.query_ends[index]), int(evictions.query_lens[index])
+        end, count = int(self.host_query_ends[row]), int(evictions.query_lens[index])
+        if self.num_queries is not None:
+            count = min(count, self.num_queries)
         if (layer := int(self.layers[row])) != call.layer:
             call = replace(call, layer=layer)
         return ScorerInputs.of_request(

@@ -88,6 +88,7 @@ def batch_of_layers(
     places: Indices,
     shortened: Indices,
     query_ends: Indices,
+    num_queries: int,
 ) -> EvictionBatch:
     """Return requests in several layers as one batch.
 
@@ -96,6 +97,7 @@ def batch_of_layers(
         joined: their tables.
         places: `[S]`, the layer of each row, as an index into `calls`.
         shortened: `[S]` indices of requests. query_ends: `[S]`, of `calls[0].query`.
+        num_queries: of each request there.
     """
     call, device = calls[0], calls[0].key_cache.device
     layers = np.array([one.layer for one in calls], np.int64)[places]
@@ -133,6 +135,8 @@ def batch_of_layers(
         host_lens=lens,
         host_dead_prefixes=dead,
         host_keeps=keeps,
+        host_query_ends=query_ends.astype(np.int32),
+        num_queries=num_queries,
     )
 
 

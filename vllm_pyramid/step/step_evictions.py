@@ -213,6 +213,7 @@ class StepEvictions:
             host_lens=lens[layer],
             host_dead_prefixes=dead_prefixes[layer],
             host_keeps=self.kept_lens[layer, shortened],
+            host_query_ends=self.query_ends[shortened],
         )
 
     def kept_spans(self, shortened: Indices, device: torch.device) -> torch.Tensor | None:

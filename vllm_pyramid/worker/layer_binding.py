@@ -65,7 +65,7 @@ class LayerBinding:
         step_end = None
         if evicts_at_step_end(caches):
             step_end = StepEndEviction.of(
-                *(tracker.policy, tracker.hooks, self._layers.num_tables),
+                *(tracker.policy, tracker.hooks, len(caches) * self._layers.tables_per_layer),
                 tables_per_layer=self._layers.tables_per_layer,
                 traces=self._traces,
             )
