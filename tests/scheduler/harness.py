@@ -429,6 +429,8 @@ class PlainWorker:
             self.memory_PN[self._of_layers(blocks)] = self.host_SLN[slot, : len(blocks)]
             self.num_loaded += 1
         for request_id, order in messages.get(LEVELS, {}).items():
+            # By the tokens of a step vLLM tells a report of before a preemption.
+            assert output.num_scheduled_tokens[request_id] > 0
             if (plan := self.tracker.order(request_id, order.levels)) is not None:
                 self._carry_out(self.rows[request_id], plan.levels[order.levels[-1]], order)
         if not output.total_num_scheduled_tokens:

@@ -111,7 +111,7 @@ class Pressure(SchedulerHooks):
         """Return the evictions that the workers make before the step just scheduled.
 
         Args:
-            running: all running requests, oldest first.
+            running: all running requests, oldest first. Those with tokens may be ordered.
             admitted: the last request that was to start in this step, if there is one.
             scheduled: the requests that got tokens.
         """
@@ -131,9 +131,11 @@ class Pressure(SchedulerHooks):
             # What a step takes at most for each request that generates.
             self._calm = int(-lacking.max()) // (len(running) * self._of_step + 1)
             return None
-        chosen, is_enough = self._choose(running, lacking + to_start)
+        # vLLM tells a report of before a preemption by the tokens of its step alone.
+        with_tokens = [request for request in running if request.request_id in scheduled]
+        chosen, is_enough = self._choose(with_tokens, lacking + to_start)
         if not is_enough and to_start:  # it would wait all the same
-            chosen, _ = self._choose(running, lacking)
+            chosen, _ = self._choose(with_tokens, lacking)
         return {
             request.request_id: self._order(request, level, freed)
             for request, level, freed in chosen
