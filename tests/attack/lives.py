@@ -20,6 +20,7 @@ from tests.scheduler.test_scheduler_machine import (
     INTERFERENCES,
     OVERRIDES,
     SALTS,
+    SPANS,
     VARIANTS,
     SchedulerMachine,
 )
@@ -83,7 +84,8 @@ def _draw_prompt(source: random.Random) -> tuple[Any, ...]:
     tree = source.choice([0, 5, 16, 40, 96]), source.randrange(3)
     origin = source.choice([tree, source.randrange(64)])
     tokens = source.randint(1, 32)
-    return length, tokens, source.choice(OVERRIDES), origin, source.choice(SALTS)
+    settings = source.choice(OVERRIDES), origin, source.choice(SALTS), source.choice(SPANS)
+    return length, tokens, *settings
 
 
 @cache

@@ -20,7 +20,7 @@ ALONE = Life(
     12,
     25786,
     (
-        ("add", {"prompts": [(64, 22, {"other": 1}, (40, 2), None)]}),
+        ("add", {"prompts": [(64, 22, {"other": 1}, (40, 2), None, ())]}),
         ("steps", {"count": 1}),
         ("steps", {"count": 9}),
     ),

@@ -18,6 +18,7 @@ it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -81,8 +82,10 @@ class SessionCache:
         self, pool: BundlePool, managers: Sequence[SingleTypeKVCacheManager], tokens: int
     ) -> None:
         self._pool, self._managers, self._tokens = pool, managers, tokens
-        # The base for each turn that ends inside a block, by `turn_name`; the latest is last.
-        self._turns: dict[BlockHash, BlockHash] = {}
+        # The base for each turn that ends inside a block, by `turn_name`, and the hash of the bundle
+        # before it; the latest is last. How many turns there are behind each of these bundles.
+        self._turns: dict[BlockHash, tuple[BlockHash, BlockHash]] = {}
+        self._behind: Counter[BlockHash] = Counter()
 
     def find(
         self,
@@ -110,8 +113,10 @@ class SessionCache:
         for number in reversed(keys):
             point, key = plan.computed_at(number), keys[number]
             found = self._find_whole(hashes, plan, number, key, limit, least, covered)
-            if found is None and point <= limit and (name := turn(point, key)) is not None:
-                found = self._find_turn(hashes, plan, number, name, least)
+            if found is None and point <= limit and self._knows_turns(hashes, point):
+                name = turn(point, key)
+                if name is not None:
+                    found = self._find_turn(hashes, plan, number, name, least)
             if found is not None:
                 return found
             limit = min(most, point - least(point))  # for the session before this eviction
@@ -150,6 +155,12 @@ class SessionCache:
         bundles, in_host = [cached[name] for name in names[:on_device]], names[on_device:]
         return self._snapshot(plan, number, bundles, in_host, hashes[:count], count * self._tokens)
 
+    def _knows_turns(self, hashes: Sequence[BlockHash], point: int) -> bool:
+        """Return whether turns are known that end in the same block: few requests have to be asked
+        for the names of all of theirs."""
+        whole = point // self._tokens
+        return 0 < whole <= len(hashes) and hashes[whole - 1] in self._behind
+
     def _find_turn(
         self,
         hashes: Sequence[BlockHash],
@@ -162,7 +173,8 @@ class SessionCache:
         cached, tier, point = self._pool.bundles, self._pool.tier, plan.computed_at(number)
         if 0 < plan.prompt_len - point < least(plan.prompt_len):
             return None
-        base, known = self._turns.get(name, name), hashes[: self._base(point)]
+        base, _ = self._turns.get(name, (name, name))
+        known = hashes[: self._base(point)]
         if base in cached:
             return self._snapshot(plan, number, [cached[base]], [], known, point)
         if tier.longest_prefix([base]) and self._fits(base, plan, number):
@@ -300,18 +312,24 @@ class SessionCache:
         heads = self.heads(skip).tolist()
         parts = [table[head : first + 1] for table, head in zip(tables, heads, strict=True)]
         if turn is not None:
-            self._note(turn, name)
+            self._note(turn, name, hashes[point // self._tokens - 1])
         if self._pool.add_idle(name, list(chain.from_iterable(parts)), origin):
             for table, head in zip(tables, heads, strict=True):
                 table[head : first + 1] = [null] * (first + 1 - head)
 
-    def _note(self, turn: BlockHash, base: BlockHash) -> None:
-        """Let the latest base of a turn be found by the turn."""
-        self._turns.pop(turn, None)
-        if turn != base:
-            self._turns[turn] = base
+    def _note(self, turn: BlockHash, base: BlockHash, before: BlockHash) -> None:
+        """Let the latest base of a turn be found by the turn, which ends behind a bundle."""
+        self._forget_turn(turn)
+        self._turns[turn] = base, before
+        self._behind[before] += 1
         if len(self._turns) > MAX_TURNS:
-            del self._turns[next(iter(self._turns))]
+            self._forget_turn(next(iter(self._turns)))
+
+    def _forget_turn(self, turn: BlockHash) -> None:
+        if (known := self._turns.pop(turn, None)) is not None:
+            self._behind[known[1]] -= 1
+            if not self._behind[known[1]]:
+                del self._behind[known[1]]
 
     def _base(self, point: int) -> int:
         """Return the last bundle of the base: that of the last token before an eviction."""
