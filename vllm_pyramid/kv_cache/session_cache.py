@@ -82,8 +82,8 @@ class SessionCache:
         self, pool: BundlePool, managers: Sequence[SingleTypeKVCacheManager], tokens: int
     ) -> None:
         self._pool, self._managers, self._tokens = pool, managers, tokens
-        # The base for each turn that ends inside a block, by `turn_name`, and the hash of the bundle
-        # before it; the latest is last. How many turns there are behind each of these bundles.
+        # For each turn that ends inside a block, by `turn_name`, the latest last: its base, and the
+        # hash of the bundle before it. How many turns there are behind each of these bundles.
         self._turns: dict[BlockHash, tuple[BlockHash, BlockHash]] = {}
         self._behind: Counter[BlockHash] = Counter()
 
