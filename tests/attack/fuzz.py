@@ -161,7 +161,8 @@ def known_in_vllm(attack: Attack, answer: bytes) -> str | None:
     Its validators, which run before the field's type is checked, call `get` on what should be an
     object (`check_structured_outputs_count` of both endpoints). What JSON can carry and MessagePack
     cannot fails where the request is encoded for the engine. Beam search divides by a power of the
-    length (`get_beam_search_score`), which is 0 where `length_penalty` is -Infinity or near it.
+    length (`get_beam_search_score`), which is 0 where `length_penalty` is -Infinity or near it,
+    and looks at the last token of a prompt that was truncated to none.
     """
     try:
         body = json.loads(attack.body)
@@ -177,6 +178,9 @@ def known_in_vllm(attack: Attack, answer: bytes) -> str | None:
     divides = re.fullmatch(r"(float )?division by zero", message)
     if divides and body.get("use_beam_search") and _is_zero_power(body.get("length_penalty")):
         return "beam search with a length_penalty whose power of a length is 0"
+    is_empty = str(body.get("truncate_prompt_tokens")) == "0"
+    if message == "list index out of range" and body.get("use_beam_search") and is_empty:
+        return "beam search of a prompt that is truncated to no tokens"
     if isinstance(xargs := body.get("vllm_xargs"), dict):  # what the policy reads is no excuse
         body["vllm_xargs"] = {k: v for k, v in xargs.items() if not k.lower().startswith("kv")}
     if not message and not _is_encodable(body):

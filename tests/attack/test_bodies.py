@@ -135,6 +135,8 @@ def test_wrong_answers_are_found(
         ({"use_beam_search": True, "length_penalty": -(2**63)}, "float division by zero", True),
         ({"use_beam_search": True, "length_penalty": -1}, "float division by zero", False),
         ({"use_beam_search": True, "length_penalty": float("-inf")}, "a KeyError", False),
+        ({"use_beam_search": True, "truncate_prompt_tokens": "0"}, "list index out of range", True),
+        ({"use_beam_search": True, "truncate_prompt_tokens": 1}, "list index out of range", False),
     ],
 )
 def test_faults_of_vllm_excuse_nothing_else(
