@@ -9,8 +9,10 @@ import inspect
 import json
 import pkgutil
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Literal, TypeVar, get_origin
+
+from pydantic import BeforeValidator
 
 from vllm_pyramid.policy.component import Component
 
@@ -135,3 +137,8 @@ def parse_component(base: type[ComponentT], value: object) -> ComponentT:
     # Validated as JSON, like YAML files and what travels between processes: lists become tuples or
     # sets, and values become enumerations. No other type is converted.
     return cls.model_validate_json(written)
+
+
+def parsed_by(base: type[ComponentT]) -> BeforeValidator:
+    """Return the validator of a field that holds a part; arguments as of `parse_component`."""
+    return BeforeValidator(partial(parse_component, base))

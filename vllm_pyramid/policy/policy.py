@@ -34,7 +34,7 @@ from vllm_pyramid.policy.chunk import Chunk, EvictionPoints
 from vllm_pyramid.policy.component import BlockExtras, Component
 from vllm_pyramid.policy.heads import AlikeHeads, Heads
 from vllm_pyramid.policy.kept_spans import Spans
-from vllm_pyramid.policy.kinds import parse_component
+from vllm_pyramid.policy.kinds import parse_component, parsed_by
 from vllm_pyramid.policy.planning import plan_prompt
 from vllm_pyramid.policy.prefill import DensePrefill, Prefill
 from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule
@@ -56,13 +56,6 @@ SECTIONS: dict[str, type[Component]] = {
     base.section: base
     for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk, Attend, Heads, Prefill)
 }
-
-
-def _parsed_by(base: type[Component]) -> BeforeValidator:
-    def parse(value: object) -> Component:
-        return parse_component(base, value)
-
-    return BeforeValidator(parse)
 
 
 class Policy(BaseModel):
@@ -94,27 +87,27 @@ class Policy(BaseModel):
     sinks: int = Field(default=0, ge=0)
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     fill_blocks: bool = True
-    scorer: Annotated[SerializeAsAny[Scorer], _parsed_by(Scorer)]
-    allocator: Annotated[SerializeAsAny[Allocator], _parsed_by(Allocator)] = Field(
+    scorer: Annotated[SerializeAsAny[Scorer], parsed_by(Scorer)]
+    allocator: Annotated[SerializeAsAny[Allocator], parsed_by(Allocator)] = Field(
         default_factory=partial(parse_component, Allocator, "uniform")
     )
-    selector: Annotated[SerializeAsAny[Selector], _parsed_by(Selector)] = Field(
+    selector: Annotated[SerializeAsAny[Selector], parsed_by(Selector)] = Field(
         default_factory=TopKSelector
     )
-    schedule: Annotated[SerializeAsAny[Schedule], _parsed_by(Schedule)] = Field(
+    schedule: Annotated[SerializeAsAny[Schedule], parsed_by(Schedule)] = Field(
         default_factory=PromptEndSchedule
     )
-    values: Annotated[SerializeAsAny[Values], _parsed_by(Values)] = Field(
+    values: Annotated[SerializeAsAny[Values], parsed_by(Values)] = Field(
         default_factory=DeviceValues
     )
-    chunk: Annotated[SerializeAsAny[EvictionPoints], _parsed_by(Chunk)] = Field(
+    chunk: Annotated[SerializeAsAny[EvictionPoints], parsed_by(Chunk)] = Field(
         default_factory=EvictionPoints
     )
-    attend: Annotated[SerializeAsAny[Attend], _parsed_by(Attend)] = Field(
+    attend: Annotated[SerializeAsAny[Attend], parsed_by(Attend)] = Field(
         default_factory=DenseAttention
     )
-    heads: Annotated[SerializeAsAny[Heads], _parsed_by(Heads)] = Field(default_factory=AlikeHeads)
-    prefill: Annotated[SerializeAsAny[Prefill], _parsed_by(Prefill)] = Field(
+    heads: Annotated[SerializeAsAny[Heads], parsed_by(Heads)] = Field(default_factory=AlikeHeads)
+    prefill: Annotated[SerializeAsAny[Prefill], parsed_by(Prefill)] = Field(
         default_factory=DensePrefill
     )
 

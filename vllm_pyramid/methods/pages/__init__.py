@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, SerializeAsAny
+from pydantic import Field, PlainSerializer, PlainValidator, SerializeAsAny
 
 from vllm_pyramid.methods.pages.box import BoxScorer
 from vllm_pyramid.methods.pages.representative import RepresentativeScorer
@@ -31,7 +31,7 @@ from vllm_pyramid.policy.allocator import Allocator, CurveAllocator
 from vllm_pyramid.policy.attend import ALL_PAGES, ATTEND_KEY, Attend
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import BlockExtras
-from vllm_pyramid.policy.kinds import parse_component
+from vllm_pyramid.policy.kinds import parse_component, parsed_by
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.page_scorer import PageScorer
 
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["BoxScorer", "RepresentativeScorer", "SelectPages", "SpreadScorer"]
 
 _LAST = 2**31
-
-
-def _parsed_by(base: type[Any]) -> BeforeValidator:
-    return BeforeValidator(partial(parse_component, base))
 
 
 class SelectPages(Attend):
@@ -72,10 +68,10 @@ class SelectPages(Attend):
         Budget, PlainValidator(Budget.parse), PlainSerializer(lambda budget: budget.value)
     ] = Budget.parse("12%")
     min_tokens: int = Field(default=256, ge=0, lt=_LAST)
-    scorer: Annotated[SerializeAsAny[PageScorer], _parsed_by(PageScorer)] = Field(
+    scorer: Annotated[SerializeAsAny[PageScorer], parsed_by(PageScorer)] = Field(
         default_factory=SpreadScorer
     )
-    allocator: Annotated[SerializeAsAny[Allocator], _parsed_by(Allocator)] = Field(
+    allocator: Annotated[SerializeAsAny[Allocator], parsed_by(Allocator)] = Field(
         default_factory=partial(parse_component, Allocator, "uniform")
     )
     dense_layers: int = Field(default=2, ge=0, lt=_LAST)
