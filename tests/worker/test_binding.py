@@ -223,6 +223,14 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
     runner.pyramid.start_trace()
 
 
+def test_layers_are_evicted_together_where_their_caches_are_one_memory() -> None:
+    cache = torch.zeros(4, 2)
+    assert layer_binding.are_one_memory([cache, cache.view(2, 4)])
+    assert not layer_binding.are_one_memory([cache, cache.clone()])
+    assert not layer_binding.evicts_at_step_end([cache])  # on the CPU
+    assert not layer_binding.evicts_at_step_end([])  # a stage whose layers evict nothing
+
+
 def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:
     runner = Runner()
     runner.initialize_kv_cache(make_groups())

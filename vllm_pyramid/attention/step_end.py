@@ -80,7 +80,7 @@ class StepEndEviction:
     ) -> StepEndEviction | None:
         """Return what a worker needs, or None where the policy evicts layer by layer."""
         queries = queries_at_step_end(policy, traces)
-        if queries is None or hooks.decides is not None or hooks.in_evictions:
+        if queries is None or hooks.in_evictions:
             return None
         if not all(policy.values.on_device(layer) for layer in range(num_layers)):
             return None
@@ -91,7 +91,7 @@ class StepEndEviction:
         inputs: AttentionInputs,
         evictions: StepEvictions,
         trace: TraceWriter | None,
-        split: Split = lambda inputs: (inputs,),
+        split: Split,
     ) -> None:
         """Keep what a layer's evictions look at; with the last layer, evict from all.
 
@@ -166,12 +166,8 @@ class StepEndEviction:
         shortened = np.concatenate(of_layers)
         ranks = np.searchsorted(self._chosen, shortened)
         ends = (places * len(self._chosen) + ranks + 1) * self.queries
-        first_blocks = (
-            evictions.previous_skips[[call.layer for call in calls]] // evictions.block_size
-        )
-        lens = evictions.points[shortened] - (
-            first_blocks[places, shortened] * evictions.block_size
-        )
+        layers = np.array([call.layer for call in calls])[places]
+        lens = evictions.held(layers, shortened).lens
         inside = evictions.inside_prompt[shortened]
         for policy, which in (
             (self.policy, np.flatnonzero(~inside)),

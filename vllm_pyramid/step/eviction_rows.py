@@ -101,13 +101,8 @@ def batch_of_layers(
     """
     call, device = calls[0], calls[0].key_cache.device
     layers = np.array([one.layer for one in calls], np.int64)[places]
-    skips = evictions.previous_skips[layers, shortened]
-    first_blocks = skips // evictions.block_size
-    lens = evictions.points[shortened] - first_blocks * evictions.block_size
-    dead, keeps = (
-        skips - first_blocks * evictions.block_size,
-        evictions.kept_lens[layers, shortened],
-    )
+    first_blocks, lens, dead = evictions.held(layers, shortened)
+    keeps = evictions.kept_lens[layers, shortened]
     rows = joined.rows(places, evictions.rows[shortened])
     # Each row of the upload begins at a multiple of 16 bytes.
     packed = np.zeros((5, -(-len(rows) // 4) * 4), np.int32)

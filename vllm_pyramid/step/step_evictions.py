@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,19 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
+
+
+class HeldTokens(NamedTuple):
+    """What layers hold of requests right before an eviction.
+
+    Attributes:
+        first_blocks: the first block that is held. lens: tokens from its first one on.
+        dead_prefixes: how many of these were evicted before.
+    """
+
+    first_blocks: IntArray
+    lens: IntArray
+    dead_prefixes: IntArray
 
 
 class StepEvictions:
@@ -167,9 +180,15 @@ class StepEvictions:
         """
         if not shortened.size:
             return []
-        first_blocks = self.previous_skips[call.layer, shortened] // self.block_size
-        lens = self.points[shortened] - first_blocks * self.block_size
+        lens = self.held(call.layer, shortened).lens
         return [shortened[piece] for piece in pieces(lens, call.key_cache.shape[1])]
+
+    def held(self, layers: int | slice | Indices, indices: Indices) -> HeldTokens:
+        """Return what layers hold of requests: of each pair, or `[L, S]` of a slice of layers."""
+        skips = self.previous_skips[layers, indices]
+        first_blocks = skips // self.block_size
+        start = first_blocks * self.block_size
+        return HeldTokens(first_blocks, self.points[indices] - start, skips - start)
 
     def batch(self, call: AttentionInputs, policy: Policy, shortened: Indices) -> EvictionBatch:
         """Return the requests `shortened`, `[S]` indices, as one layer evicts from them.
@@ -177,10 +196,7 @@ class StepEvictions:
         Layers mostly shorten the same requests; each set of them that some layer shortens is
         copied to the device when the first such layer asks for it.
         """
-        previous_skips = self.previous_skips[:, shortened]
-        first_blocks = previous_skips // self.block_size
-        lens = self.points[shortened] - first_blocks * self.block_size
-        dead_prefixes = previous_skips - first_blocks * self.block_size
+        first_blocks, lens, dead_prefixes = self.held(slice(None), shortened)
         key, device = shortened.tobytes(), call.query.device
         if (on_device := self._on_device.get(key)) is None:
             on_device = self._on_device[key] = _DeviceEvictions(

@@ -157,7 +157,7 @@ def evicts_at_step_end(caches: Sequence[torch.Tensor]) -> bool:
 
     That pays where launches are dear, so not on the CPU.
     """
-    return caches[0].device.type != "cpu" and are_one_memory(caches)
+    return are_one_memory(caches) and caches[0].device.type != "cpu"
 
 
 def are_one_memory(caches: Sequence[torch.Tensor]) -> bool:

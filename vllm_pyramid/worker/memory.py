@@ -38,6 +38,7 @@ class WorkerMemory:
         self._config, self._layers, self._hooks = config, layers, hooks.cache
         self._settings, self._device = settings, device
         self._gathers = bool(hooks.after_compact)
+        self._at_step_end = device.type != "cpu" and not hooks.in_evictions
         self._followers = hooks.copy_blocks
         self._tensors_per_group = tensors_per_group
 
@@ -124,7 +125,7 @@ class WorkerMemory:
                 threads=threads,
                 traces=self._settings.trace is not None,
                 gathers=self._gathers,
-                at_step_end=self._device.type != "cpu",
+                at_step_end=self._at_step_end,
                 tables_per_layer=self._layers.tables_per_layer,
             )
             for part in parts

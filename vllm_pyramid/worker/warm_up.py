@@ -62,9 +62,10 @@ def compile_kernels(
             continue
         kinds.add(kind)
         calls = [call]
-        if context.step_end is not None:  # whose tables have another width
-            table = call.block_table
-            padded = table.new_zeros(1, padded_width(table.shape[1]))
+        table = call.block_table
+        width = padded_width(table.shape[1])
+        if context.step_end is not None and width > table.shape[1]:  # the width of its tables
+            padded = table.new_zeros(1, width)
             calls.append(replace(call, batch=replace(call.batch, block_table=padded)))
         for part in policies:
             for length in lengths_of(part, max_model_len):

@@ -28,7 +28,7 @@ class MethodHooks:
         scorer, scorer_inside: score evictions at a prompt's end and later, and inside it; or None.
         decides: the hooks that decide the lengths of deferred evictions, or None.
         in_layers: whether a step without evictions calls any hook around a layer's attention.
-        in_evictions: whether an eviction of decided lengths calls any hook.
+        in_evictions: whether an eviction calls any hook.
         in_steps: whether it calls any hook at all, so that requests can fail in it.
 
     Raises:
@@ -62,11 +62,10 @@ class MethodHooks:
         self.scorer = _only((one for one in scorers if not one.inside), "score evictions")
         inside = _only((one for one in scorers if one.inside), "score evictions inside prompts")
         self.scorer_inside = inside or self.scorer
-        self.in_evictions = bool(
-            self.before_compact or self.after_compact or self.after_eviction or scorers
-        )
         deciding = self._overriding(EvictionHooks, "decide")
         self.decides = _only(deciding, "decide the lengths of deferred evictions")
+        moving = self.before_compact or self.after_compact or self.after_eviction
+        self.in_evictions = bool(moving or scorers or deciding)
 
     def __iter__(self) -> Iterator[WorkerHooks]:
         return iter(self._all)
