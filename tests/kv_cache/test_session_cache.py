@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
@@ -207,8 +207,8 @@ def test_what_names_a_turn() -> None:
     assert name(prompt(20), 3) is None and name(prompt(20), 8) is None
     request = make_request("r", prompt(20), hash_block_size=4)
     for offset, length, told in ((0, 8, True), (6, 3, False), (9, 1, False), (10, 4, True)):
-        at = SimpleNamespace(offset=offset, length=length)
-        request.mm_features = [SimpleNamespace(mm_position=at)]  # type: ignore[list-item]
+        at = PlaceholderRange(offset=offset, length=length)
+        request.mm_features = [MultiModalFeatureSpec(None, "image", "an image", at)]
         assert (turn_name(request, request.block_hashes, 4, 10, b"k") is not None) == told
 
 
