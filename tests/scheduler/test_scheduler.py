@@ -241,6 +241,27 @@ def test_wrong_settings_that_no_front_end_checked_end_the_request_not_the_engine
     assert "right" in pair.scheduler.requests and "wrong" not in pair.scheduler.requests
 
 
+def test_a_preempted_answer_needs_what_its_request_holds_not_all_its_tokens() -> None:
+    """Where prompts may be longer than the pool, it would wait for ever."""
+    setup = Setup(
+        budget=14,
+        policy_args=(("chunk.tokens", 24), ("chunk.keep", 18), ("window", 6)),
+        max_model_len=192,
+    )
+    pair = Pair(setup, spare_blocks=11)
+    pair.add("r", [7] * 64, 32, {"kv_budget": "60%", "kv_keep": [0, 30]})
+    request = pair.scheduler.requests["r"]
+    assert request.max_tokens == 17, "more would not fit"
+    while request.num_output_tokens < 12:
+        pair.step()
+    whole = setup.num_layers * -(-request.num_tokens // setup.block_size)
+    assert whole > pair.worker.num_blocks, "it would fit without an eviction"
+    assert pair.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for _ in range(20):
+        pair.step()
+    assert request.is_finished() and request.num_output_tokens == 17
+
+
 # Lengths that the worker solves ------------------------------------------------------------------
 
 SOLVED_SYNC = Setup(policy="xkv")

@@ -108,7 +108,7 @@ class LayerBlocks:
         Args:
             late, evicted: see `peak_blocks`.
         """
-        if not (plan.inner or plan.every) or num_tokens < plan.prompt_len:
+        if num_tokens < plan.prompt_len or (num_tokens == plan.prompt_len and not plan.inner):
             return self.stages.sums(-(-num_tokens // self.block_sizes))
         by_table = peak_blocks(
             plan, num_tokens, self.block_sizes, late, self.stages.sizes, evicted=evicted
