@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
+from vllm_pyramid.policy import planning
 
 pytestmark = pytest.mark.engine
 
@@ -86,4 +88,40 @@ def test_inside_the_prompt(
     for outcome in engine.run(jobs):
         assert outcome.report["inner_evictions"] > 0
         _check(engine, folder, outcome, 0)
+    engine.check_whole()
+
+
+def test_requests_share_the_blocks_of_a_span(
+    engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind their evictions, too: a span that several prompts begin with takes memory once.
+
+    What requests answer is what they answer with copies of their own.
+    """
+    span, tails = random_prompts([330], seed=9)[0], random_prompts([150] * 4, seed=10)
+    jobs = [Job([*span, *tail], greedy(24, kv_keep=[0, 330])) for tail in tails]
+    own = {"kv_policy": "pyramidkv", "kv_budget": 48, "kv_policy_args": {"window": 8}, **SETTINGS}
+    held: list[int] = []
+
+    def count(engine: Engine) -> None:
+        if len(engine.scheduler.running) == len(jobs) and all(
+            engine.coordinator.plans.has_evicted(request.request_id)
+            for request in engine.scheduler.running
+        ):
+            held.append(int(engine.coordinator.counters.held_blocks.sum()))
+
+    engine = engines.get(tiny_model("mistral"), **own)
+    shared = engine.run(jobs, count)
+    with_shared = max(held)
+    engine.check_whole()
+    monkeypatch.setattr(planning, "stays_in_place", lambda *_: 0)
+    planning.plan_prompt.cached.clear()
+    try:
+        held.clear()
+        copied = engine.run([replace(job, name=f"{job.name} again") for job in jobs], count)
+    finally:
+        planning.plan_prompt.cached.clear()
+    assert [one.token_ids for one in shared] == [one.token_ids for one in copied]
+    whole, layers = 330 // engine.block_size, engine.num_layers
+    assert max(held) - with_shared == (len(jobs) - 1) * whole * layers
     engine.check_whole()

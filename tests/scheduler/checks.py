@@ -14,6 +14,7 @@ from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
+from vllm_pyramid.kv_cache.shared_blocks import Holder
 
 
 def host_of(coordinator: LockstepCoordinator) -> HostCache | None:
@@ -58,17 +59,22 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     pools = getattr(pool, "pools", [pool])  # of the pipeline stages
     held, private = np.zeros(coordinator.layer_blocks.num_tables, np.int64), []
     refs: Counter[int] = Counter()
-    holders: dict[PrefixCache, dict[int, set[str]]] = {cache: {} for cache in kinds}
+    holders: dict[PrefixCache, dict[int, set[Holder]]] = {cache: {} for cache in kinds}
     in_use: dict[PrefixCache, dict[int, BlockBundle]] = {cache: {} for cache in kinds}
     for request_id, record in coordinator.plans.records.items():
         own = coordinator.prefixes.of(request_id)
         of_kinds = list(own.bundles.items())
-        assert not (own.bundles[prefixes] and record.released), "rows after the head was given back"
+        plan = record.resolved or record.plan
+        in_place = 0 if plan is None else plan.in_place // prefixes.tokens
+        skip = plan.skip_after(record.released) if record.released else None
+        if record.released:
+            assert len(own.bundles[prefixes]) <= in_place, "rows after the head was given back"
         assert record.released or len({len(rows) for _, rows in of_kinds}) == 1
         for cache, rows_of_kind in of_kinds:
             refs.update(map(id, rows_of_kind))
-            for row in rows_of_kind:
-                holders[cache].setdefault(id(row), set()).add(request_id)
+            for index, row in enumerate(rows_of_kind):
+                holder = Holder(request_id, index < in_place)
+                holders[cache].setdefault(id(row), set()).add(holder)
             in_use[cache].update({id(row): row for row in rows_of_kind})
         for layer in range(coordinator.layer_blocks.num_tables):
             per_layer = coordinator.layer_blocks.stages.tables_per_layer
@@ -81,11 +87,14 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
             )
             (cache, rows_of_layer) = next(kind for kind in of_kinds if kind[0].blocks[layer])
             count, start = int(cache.blocks[layer]), int(cache.blocks[:layer].sum())
+            head = 0 if skip is None else int(skip[layer]) // manager.block_size
+            head *= bool(in_place)
             for index, row in enumerate(rows_of_layer):
-                of_layer = row.blocks[start : start + count]
-                assert table[index * count : (index + 1) * count] == list(of_layer)
+                of_layer, at = row.blocks[start : start + count], head + index * count
+                assert table[at : at + count] == list(of_layer)
             stage = coordinator.layer_blocks.stages.of_table(layer)
-            alone = [b for b in table[len(rows_of_layer) * count :] if not b.is_null]
+            end = head + len(rows_of_layer) * count
+            alone = [b for b in [*table[:head], *table[end:]] if not b.is_null]
             assert all(pools[stage].blocks[b.block_id] is b for b in alone), "another stage's"
             ids = [(stage, b.block_id) for b in alone]
             held[layer] += len(ids)

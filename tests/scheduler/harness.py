@@ -487,7 +487,10 @@ class PlainWorker:
                     step.evictions.kept_lens[:, index],
                 )
                 previous_skips = step.evictions.previous_skips[:, index]
-                self._evict(self.rows[request_id], int(end), previous_skips, kept_lens)
+                in_place = step.evictions.plans[index].in_place
+                self._evict(
+                    self.rows[request_id], int(end), previous_skips, kept_lens, in_place=in_place
+                )
                 step.evictions.tokens_done[index] = (end - previous_skips - kept_lens).sum()
                 self.num_evictions += bool(step.evictions.tokens_done[index])
         drafts = output.scheduled_spec_decode_tokens
@@ -723,7 +726,7 @@ class PlainWorker:
         places, end = iter(blocks), plan.computed // plan.block_size
         for layer, skip in enumerate(plan.skip.tolist()):
             start = self.setup.stage_of[layer] * (self.num_blocks + 1)
-            for index in range(skip // plan.block_size, end):
+            for index in range((skip + plan.in_place) // plan.block_size, end):
                 source = row.tables[layer][index]
                 self.memory_PN[start + next(places)] = self.memory_PN[start + source]
 
@@ -734,11 +737,13 @@ class PlainWorker:
         previous_skips: np.ndarray,
         kept_lens: np.ndarray,
         since: int | None = None,
+        in_place: int = 0,
     ) -> None:
-        """Move random survivors.
+        """Move random survivors, behind those that stay in their blocks.
 
         Args:
             since: tokens that were computed before the eviction; None: `end`.
+            in_place: how many tokens stay so.
         """
         row.skip = end - kept_lens
         if (row.skip > previous_skips).any():
@@ -748,9 +753,14 @@ class PlainWorker:
         ):
             if held == end - before:
                 continue
-            kept = np.array(sorted(self.random.sample(range(before, end), held)), np.int64)
-            moved = self.memory_PN[self._slots(row, layer, kept)]
-            tail = np.arange(end - held, end)
+            first, skip, size = before + in_place, end - held, self.setup.block_sizes[layer]
+            chosen = sorted(self.random.sample(range(first, end), held - in_place))
+            moved = self.memory_PN[self._slots(row, layer, np.array(chosen, np.int64))]
+            front = row.cells[layer, before:first].copy()
+            tail = np.arange(skip + in_place, end)
             self.memory_PN[self._slots(row, layer, tail)] = moved
-            row.cells[layer, tail] = moved
-            row.cells[layer, : end - held] = -1
+            row.cells[layer, :end] = -1
+            row.cells[layer, skip:end] = [*front, *moved]
+            old, new, count = (tokens // size for tokens in (before, skip, in_place))
+            table = row.tables[layer]
+            table[new : new + count] = table[old : old + count]

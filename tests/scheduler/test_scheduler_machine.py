@@ -599,7 +599,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         skip = 0 if row.skip is None else int(row.skip[layer])
         block_size = self.setup.block_sizes[layer]
         first = skip // block_size
-        live = [block.block_id for block in blocks[first:]]
+        found = [block.block_id for block in blocks]
+        record = self.coordinator.plans.records[request.request_id]
+        plan = record.resolved or record.plan
+        count = 0 if plan is None else plan.in_place // block_size
+        if count:  # they are moved when the head is given back
+            self.seen["in place"] += first > 0
+            old = int(plan.skip_after(record.released)[layer]) // block_size
+            found[first : first + count] = found[old : old + count]
+        live = found[first:]
         assert row.tables[layer][first:] == live and 0 not in live
         assert len(blocks) == len(row.tables[layer])
         used = cdiv(request.num_computed_tokens, block_size)

@@ -70,7 +70,7 @@ class BlockBundle:
         self.refs = refs
         self.scheduled = False
         self.origin: str | None = None
-        self.holders: frozenset[str] = frozenset()
+        self.holders: frozenset[Any] = frozenset()
 
 
 class BundlePool(BlockPool):

@@ -101,7 +101,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             pool, kinds, groups, layer_blocks, self.plans, copies, counters, self._grow
         )
         sessions = SessionCache(pool, self.layer_managers, cache.tokens)
-        self.sessions = SessionStore(pool, sessions, cache, groups, layer_blocks, copies, counters)
+        self.sessions = SessionStore(
+            pool, sessions, self.prefixes, groups, layer_blocks, copies, counters
+        )
         self.stores = Stores(pool, (self.sessions, self.prefixes))
         self.blocked_request: str | None = None
 
@@ -219,6 +221,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             before   [ bundles, shared or kept ][ own head ][ own, survivors moved here ]
             after    [ null                    ][ null     ][ own                       ]
 
+        Blocks that stay in place go to the end of the head first (`Layout.move_front`).
+
         vLLM counts processed tokens here, not scheduled ones, so the step that compacts the cache
         has ended and no step in flight still reads the head.
         """
@@ -233,12 +237,17 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         record.due = resolved.next_eviction(processed_computed_tokens)
         skip = resolved.skip_after(number)
         left, unused = self.stores.released(request_id, record, resolved)
-        own = self.layout.release_heads(request_id, skip // self.layer_blocks.block_sizes)
+        before, heads = resolved.skip_after(record.released), skip // self.layer_blocks.block_sizes
+        if resolved.in_place:
+            size = self.layer_blocks.largest
+            old, count = before.astype(np.int64) // size, resolved.in_place // size
+            self.layout.move_front(request_id, old, heads, count)
+        own = self.layout.release_heads(request_id, heads)
         counters = self.counters
         counters.num_releases += 1
         counters.held_blocks -= unused + own
         counters.blocks_freed += left + own
-        counters.skipped_tokens += skip - resolved.skip_after(record.released)
+        counters.skipped_tokens += skip - before
         record.released = number
 
     def _grow(self, request_id: str, num_tokens: int) -> list[Sequence[KVCacheBlock]]:

@@ -112,9 +112,12 @@ class EvictedPrefixes:
         """
         pending = self.pending.pop(request_id, None)
         copies = None if pending is None else self._pool.take_reserved(pending.reserved)
+        nothing: npt.NDArray[np.int64] = np.zeros(self._layer_blocks.num_tables, np.int64)
         if pending is None or copies is None or resolved is None:
             self._pool.free_blocks(copies or ())
-            return np.zeros(self._layer_blocks.num_tables, np.int64)
-        return self._cache.keep_evicted(
-            request_id, pending.first, pending.hashes, resolved.points[0].skip, copies
-        )
+            return nothing
+        if pending.first * self._cache.tokens < resolved.in_place:  # the request still needs them
+            self._pool.free_blocks(copies)
+            return nothing
+        starts = resolved.points[0].skip + resolved.in_place
+        return self._cache.keep_evicted(request_id, pending.first, pending.hashes, starts, copies)

@@ -137,6 +137,20 @@ class Layout:
             return [0] * sum(spec.tables_per_layer for spec in self.specs)
         return [sum(not block.is_null for block in table) for table in self.tables(request_id)]
 
+    def move_front(self, request_id: str, before: Numbers, heads: Numbers, count: int) -> None:
+        """Move the first `count` blocks behind each table's head to the end of a longer head.
+
+            before   [ null ][ front ][ head          ][ others
+            after    [ null ][ head          ][ front ][ others
+
+        Args:
+            before, heads: `[tables]` entries of the head before and now.
+        """
+        for manager, old, new in zip(self.managers, before.tolist(), heads.tolist(), strict=True):
+            table = manager.req_to_blocks[request_id]
+            front, end = table[old : old + count], new + count
+            table[old:end] = [*table[old + count : end], *front]
+
     def release_heads(self, request_id: str, heads: Numbers) -> Numbers:
         """Give back the first `heads` blocks of each table of a request.
 

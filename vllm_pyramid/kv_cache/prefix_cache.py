@@ -14,15 +14,23 @@ copies first, to blocks that were reserved for it:
     kept        [ its bundles    ][ the head's blocks ][ copies, reserved            ]
 
 Reserved blocks count as free. If another request needs them meanwhile, less of the prompt is kept.
+
+The bundles of what stays in place (`RetentionPlan.in_place`) are the request's to its end. At an
+eviction they take the places right before what else survives:
+
+    positions   0 ... in place ......... skip .................. end of the prompt
+    before      [ bundles     ][ own                           ]
+    after       [ null                  ][ bundles     ][ own  ]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
@@ -83,35 +91,51 @@ class PrefixCache:
             hit.pop()  # it would be copied before the step that computes it
         return hit
 
-    def enter(self, request_id: str, hashes: Sequence[BlockHash]) -> tuple[list[BlockBundle], int]:
-        """Put the bundles of these hashes at the head of a request's empty tables.
+    def enter(
+        self,
+        request_id: str,
+        hashes: Sequence[BlockHash],
+        to_end: int = 0,
+        heads: Sequence[int] = (),
+    ) -> tuple[list[BlockBundle], int]:
+        """Begin a request's empty tables with the bundles of these hashes.
+
+        Args:
+            to_end: how many of them the request has to its end.
+            heads: `[tables]` null blocks before them; empty: none.
 
         Returns:
             The bundles, and how many of them were idle.
         """
         bundles, revived = self._pool.adopt(hashes)
-        self.holders.add(request_id, bundles)
+        self.holders.add(request_id, bundles, to_end)
         columns = iter(list(zip(*(bundle.blocks for bundle in bundles), strict=True)))
-        for manager, (entries, stride) in zip(self._managers, self._entries, strict=True):
-            table, length = manager.req_to_blocks[request_id], len(hashes) * stride
+        for manager, (entries, stride), head in self._tables(heads):
+            table, length = manager.req_to_blocks[request_id], head + len(hashes) * stride
             if not table:
                 table.extend([manager.block_pool.null_block] * length)
-            if len(table) != length or not all(table[entry].is_null for entry in entries):
+            if len(table) != length or not all(table[head + entry].is_null for entry in entries):
                 raise RuntimeError(
                     f"request {request_id} has {len(table)} blocks already, where its tables "
                     "begin; report this"
                 )
             for entry in entries:
-                table[entry::stride] = next(columns)
+                table[head + entry :: stride] = next(columns)
         return bundles, revived
 
+    def _tables(
+        self, heads: Sequence[int]
+    ) -> Iterable[tuple[SingleTypeKVCacheManager, tuple[list[int], int], int]]:
+        """Return the manager of each of vLLM's tables, its entries of a bundle, and its head."""
+        return zip(self._managers, self._entries, heads or [0] * len(self._entries), strict=True)
+
     def publish(
-        self, request: Request, known: int, tokens: int, key: bytes = b""
+        self, request: Request, known: int, tokens: int, key: bytes = b"", to_end: int = 0
     ) -> list[BlockBundle]:
         """Make bundles of a request's blocks up to `tokens`, of which `known` exist already.
 
         Args:
-            key: see `hashes`.
+            key: see `hashes`. to_end: how many of the request's bundles it has to its end.
         """
         hashes = self.hashes(request, key)
         end = min(tokens // self.tokens, len(hashes))
@@ -125,7 +149,7 @@ class PrefixCache:
             self._pool.publish(block_hash, blocks, self._counts)
             for block_hash, blocks in zip(names, of_bundles, strict=True)
         ]
-        self.holders.add(request.request_id, bundles)
+        self.holders.add(request.request_id, bundles, max(to_end - known, 0))
         return bundles
 
     def blocks_of(self, hashes: Sequence[BlockHash]) -> list[tuple[KVCacheBlock, ...]]:
@@ -138,25 +162,25 @@ class PrefixCache:
         request_id: str,
         first: int,
         hashes: Sequence[BlockHash],
-        skip: npt.NDArray[np.int32],
+        starts_of_copies: npt.NDArray[np.int32],
         copies: Sequence[KVCacheBlock],
     ) -> npt.NDArray[np.int64]:
         """Make idle bundles of an evicted prompt: of the heads of its tables, and of copies.
 
-            a table     [ 0 .. first ][ first .. skip     ][ survivors               ]
-            bundles     its own       [ the head's blocks ][ copies, [skip .. end]   ]
+            a table     [ 0 .. first ][ first .. start    ][ survivors               ]
+            bundles     its own       [ the head's blocks ][ copies, [start .. end]  ]
 
         Args:
             first: number of the first of these bundles.
             hashes: the hashes of the bundles from `first` on.
-            skip: `[tables]` tokens that the eviction skips.
-            copies: blocks that hold what stood from `skip` on, table by table; there may be more.
+            starts_of_copies: `[tables]`, the first position that the eviction writes to.
+            copies: blocks that hold what stood from there on, table by table; there may be more.
                 Unused ones go back to the pool.
 
         Returns:
             `[tables]` blocks of the heads, which are no longer the request's.
         """
-        heads: list[int] = (skip // self.tokens).tolist()
+        heads: list[int] = (starts_of_copies // self.tokens).tolist()
         end = first + len(hashes)
         columns = self._layout.tables(request_id)
         starts = np.cumsum([0, *(end - head for head in heads)]).tolist()
@@ -173,20 +197,25 @@ class PrefixCache:
         self._pool.free_blocks(unused)
         return np.maximum(np.array(heads, np.int64) - first, 0)
 
-    def leave(self, request_id: str, bundles: Sequence[BlockBundle]) -> int:
+    def leave(
+        self, request_id: str, bundles: Sequence[BlockBundle], heads: Sequence[int] = ()
+    ) -> int:
         """Take bundles out of a request's tables; null blocks keep their places.
 
             before   [ bundle ][ bundle ][ own blocks ...
             after    [ null   ][ null   ][ own blocks ...
 
+        Args:
+            heads: `[tables]` entries before them; empty: none.
+
         Returns:
             How many of the bundles no request uses any more.
         """
-        for manager, (entries, stride) in zip(self._managers, self._entries, strict=True):
+        for manager, (entries, stride), head in self._tables(heads):
             null = [manager.block_pool.null_block] * len(bundles)
             table, length = manager.req_to_blocks[request_id], len(bundles) * stride
             for entry in entries:
-                table[entry:length:stride] = null
+                table[head + entry : head + length : stride] = null
         self.holders.remove(request_id, bundles)
         return self._pool.release(bundles)
 

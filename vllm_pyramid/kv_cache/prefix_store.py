@@ -31,6 +31,7 @@ from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_records import PrefixHit, SharedPrefix
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
+from vllm_pyramid.kv_cache.shared_blocks import Requests
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import RetentionPlan
 
@@ -143,7 +144,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         needed = np.minimum(needed, self._layer_blocks.most(plan, request.num_tokens))
         needed -= bundle_blocks * min(may_share, len(hit))
         free = self._pool.free_by_stage()
-        free -= self._idle_blocks(hit)
+        free -= self.idle_blocks(hit)
         if self._stock_groups:
             needed += self._stock_groups.missing_blocks(
                 request.request_id, request.num_tokens, hit=len(hit) * cache.tokens
@@ -151,7 +152,7 @@ class PrefixStore(CacheStore[PrefixHit]):
             free -= self._stock_groups.source_blocks(hit, terms.suffix)
         return not (needed > free).any()
 
-    def _idle_blocks(self, hit: Sequence[BlockHash]) -> npt.NDArray[np.int64]:
+    def idle_blocks(self, hit: Sequence[BlockHash]) -> npt.NDArray[np.int64]:
         """Return the blocks of the bundles of a hit that count as free, `[stages]`."""
         of_kinds = [
             kind.bundle_blocks * len(self._pool.idle_bundles(kind.named(hit)))
@@ -179,7 +180,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         if pool.bottleneck(needed) <= pool.get_num_free_blocks():
             # Idle bundles that the request shares count as free, and will not any more; the most
             # blocks that it holds include what it shares.
-            needed = np.minimum(by_stage + self._idle_blocks(shared), most)
+            needed = np.minimum(by_stage + self.idle_blocks(shared), most)
         of_stock = 0
         if self._stock_groups:
             on_device = len(hit.names) * self.cache.tokens
@@ -198,8 +199,9 @@ class PrefixStore(CacheStore[PrefixHit]):
         shared, copied = hit.names[: hit.shared], hit.names[hit.shared :]
         sources = self.cache.blocks_of(copied)
         if shared:
+            to_end = self._to_end(record)
             for kind in self.kinds:
-                own.bundles[kind], revived = kind.enter(request_id, kind.named(shared))
+                own.bundles[kind], revived = kind.enter(request_id, kind.named(shared), to_end)
                 self._counters.held_blocks += kind.blocks * revived
             record.num_blocks = len(shared) * self._units_per_bundle
         for block_hash in reversed(copied):
@@ -248,9 +250,9 @@ class PrefixStore(CacheStore[PrefixHit]):
         known = len(own.bundles[self.cache])
         if tokens // self.cache.tokens <= known:
             return  # nearly every request, every step
-        own = self._own(request_id)
+        own, to_end = self._own(request_id), self._to_end(record)
         for kind, bundles in own.bundles.items():
-            bundles += kind.publish(request, known, tokens, record.terms.cache_key)
+            bundles += kind.publish(request, known, tokens, record.terms.cache_key, to_end)
         if len(own.bundles[self.cache]) > known:
             self._published_from.setdefault(request_id, known)
 
@@ -270,24 +272,35 @@ class PrefixStore(CacheStore[PrefixHit]):
         with_own = [(request, self.num_bundles(request.request_id)) for request in evicting]
         return self.evicted.reserve(with_own) or None
 
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        """Make the bundles of a prefix the last to be dissolved, as far as they are there."""
+        for name in reversed(names):
+            if name in self._pool.bundles:
+                self._pool.touch_bundle(name)
+
+    def enter_front(
+        self, request_id: str, front: Sequence[BlockHash], heads: Sequence[int]
+    ) -> None:
+        """Begin empty tables with heads, `[tables]`, and the bundles of what stays in place."""
+        cache, own = self.cache, self._own(request_id)
+        own.bundles[cache], revived = cache.enter(request_id, front, len(front), heads)
+        self._counters.held_blocks += cache.blocks * revived
+
     # Questions --------------------------------------------------------------------------------
 
-    def shared_bundles(
-        self, request_id: str
-    ) -> list[tuple[PrefixCache, dict[frozenset[str], int]]]:
+    def shared_bundles(self, request_id: str) -> list[tuple[PrefixCache, dict[Requests, int]]]:
         """Count bundles that several requests have, if this request began with its hit.
 
         Returns:
-            Of each kind, the number of bundles by the set of requests that have them.
+            Of each kind, the number of bundles by the set of the requests that have them.
         """
-        found = self._records[request_id].found
+        record = self._records[request_id]
+        found = record.found
         hit = None if found is None else found.hit
         names = hit.names[: hit.shared] if isinstance(hit, PrefixHit) else []
-        bundles = self._pool.bundles
-        return [
-            (kind, kind.holders.shared(request_id, map(bundles.__getitem__, kind.named(names))))
-            for kind in self.kinds
-        ]
+        to_end, bundles = self._to_end(record), self._pool.bundles
+        of_kinds = [(kind, [bundles[name] for name in kind.named(names)]) for kind in self.kinds]
+        return [(kind, kind.holders.shared(request_id, own, to_end)) for kind, own in of_kinds]
 
     def findable_tokens(self, request_id: str) -> int:
         """Return the tokens of a request that others find, or will find when it has evicted."""
@@ -316,13 +329,15 @@ class PrefixStore(CacheStore[PrefixHit]):
     def released(
         self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan
     ) -> tuple[Numbers, Numbers]:
-        shared = self.cache.blocks * self.num_bundles(request_id)
+        stay = min(self._to_end(record), self.num_bundles(request_id))
+        shared = self.cache.blocks * (self.num_bundles(request_id) - stay)
         kept = self.evicted.keep(request_id, resolved)
         unused = kept
         for kind, bundles in self.of(request_id).bundles.items():
-            if bundles and not kind.to_end:
-                unused = unused + kind.blocks * kind.leave(request_id, bundles)
-                bundles.clear()
+            if len(bundles) > stay and not kind.to_end:
+                heads = (self.cache.blocks * stay).tolist() if stay else ()
+                unused = unused + kind.blocks * kind.leave(request_id, bundles[stay:], heads)
+                del bundles[stay:]
         return shared + kept, unused
 
     def leave(self, request_id: str, record: SchedulerRequest) -> Numbers | int:
@@ -330,11 +345,22 @@ class PrefixStore(CacheStore[PrefixHit]):
         self._withdraw_unscheduled(request_id, own)
         self.evicted.keep(request_id, record.resolved)
         others: Numbers | int = 0
+        heads, plan = list[int](), record.resolved
+        if record.released and plan is not None and plan.in_place:
+            heads = (plan.skip_after(record.released) // self.cache.tokens).tolist()
         for kind, bundles in own.bundles.items():
             if bundles:
-                unused = kind.leave(request_id, bundles)
+                unused = kind.leave(request_id, bundles, heads)
                 others = others + kind.blocks * (len(bundles) - unused)
         return others
+
+    def _to_end(self, record: SchedulerRequest) -> int:
+        """Return how many bundles a request has to its end: those of what stays in place.
+
+        Behind an eviction they stand at the end of the tables' heads (`Layout.move_front`).
+        """
+        plan = record.resolved or record.plan
+        return 0 if plan is None else plan.in_place // self.cache.tokens
 
     def _withdraw_unscheduled(self, request_id: str, own: SharedPrefix) -> None:
         """Take back the bundles that a request published in the step that preempts it.

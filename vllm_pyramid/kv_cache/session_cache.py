@@ -13,7 +13,8 @@ the request evicted.
 
 The bundles of a session are idle from the start: their blocks count as free and are dissolved when
 blocks are needed, the base last. A request that continues a session copies it, so no step writes to
-it.
+it. What stays in place at evictions (`RetentionPlan.in_place`) is not in the base: it is an exact
+prefix, whose bundles the request that continues has, too.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class SessionSnapshot:
         hashes: the hashes of all whole bundles from position 0 on.
         tokens: tokens up to the end of the last bundle, or up to the turn's end inside the base.
         origin: the request that evicted.
+        front: the names of the bundles of what stayed in place, which stand before the base.
     """
 
     plan: RetentionPlan
@@ -62,6 +64,7 @@ class SessionSnapshot:
     hashes: Sequence[BlockHash]
     tokens: int
     origin: str
+    front: Sequence[BlockHash]
 
     @property
     def num_blocks(self) -> int:
@@ -109,7 +112,9 @@ class SessionCache:
             turn: `turn_name` of the request, by the point of an eviction and its key; None where
                 the stock groups can continue at the edges of blocks alone.
         """
-        limit = most
+        limit, front = most, hashes[: self._front(plan)]
+        if self._pool.longest_prefix(front) < self._front(plan):
+            return None
         for number in reversed(keys):
             point, key = plan.computed_at(number), keys[number]
             found = self._find_whole(hashes, plan, number, key, limit, least, covered)
@@ -183,8 +188,9 @@ class SessionCache:
 
     def _fits(self, base: BlockHash, plan: RetentionPlan, number: int) -> bool:
         """Return whether a base below the pool has the blocks that this request's would have."""
-        heads, end = self.heads(plan.skip_after(number)), self._base(plan.computed_at(number)) + 1
-        return self._pool.tier.num_blocks(base) == int((end - heads).sum())
+        starts = self.heads(plan.skip_after(number)) + self._front(plan)
+        end = self._base(plan.computed_at(number)) + 1
+        return self._pool.tier.num_blocks(base) == int((end - starts).sum())
 
     def _snapshot(
         self,
@@ -198,7 +204,10 @@ class SessionCache:
         origin = bundles[0].origin if bundles else self._pool.tier.origin(in_host[0])
         assert origin is not None, "a base has an origin"
         point, skip = plan.computed_at(number), plan.skip_after(number)
-        return SessionSnapshot(plan, number, point, skip, bundles, in_host, hashes, tokens, origin)
+        front = hashes[: self._front(plan)]
+        return SessionSnapshot(
+            plan, number, point, skip, bundles, in_host, hashes, tokens, origin, front
+        )
 
     def touch(self, session: SessionSnapshot) -> None:
         """Make a session the last to be dissolved, and its base last of all."""
@@ -210,6 +219,10 @@ class SessionCache:
         heads: npt.NDArray[np.int64] = skip.astype(np.int64) // self._tokens
         return heads
 
+    def _front(self, plan: RetentionPlan) -> int:
+        """Return the bundles of what stays in place."""
+        return plan.in_place // self._tokens
+
     def num_rows(self, session: SessionSnapshot) -> int:
         """Return the blocks of a layer's table that a request begins with, its head included."""
         return -(-session.tokens // self._tokens)
@@ -217,43 +230,47 @@ class SessionCache:
     def adopt(
         self, request_id: str, session: SessionSnapshot
     ) -> tuple[list[Sequence[KVCacheBlock]], list[Sequence[KVCacheBlock]]]:
-        """Fill a request's empty tables with blocks of its own, in the places of a session's.
+        """Fill a request's tables with blocks of its own, in the places of a session's.
 
+        They have the session's heads and what stayed in place, if anything did, and are empty else.
         What the tier below the pool has is copied from there, by its own order.
 
         Returns:
             `[layers]`: the session's blocks on the device, and the request's blocks, into the first
             of which they are to be copied.
         """
+        front = len(session.front)
         heads: list[int] = self.heads(session.skip).tolist()
+        starts = [head + front for head in heads]
         first, behind = self._base(session.point), session.bundles[1:]
         self.touch(session)
         of_base = iter(session.bundles[0].blocks if session.bundles else ())
         sources: list[Sequence[KVCacheBlock]] = [
             [
-                *(next(of_base) for _ in range(first + 1 - head) if session.bundles),
+                *(next(of_base) for _ in range(first + 1 - start) if session.bundles),
                 *(bundle.blocks[layer] for bundle in behind),
             ]
-            for layer, head in enumerate(heads)
+            for layer, start in enumerate(starts)
         ]
         self._pool.tier.pin(session.in_host)
-        counts = [self.num_rows(session) - head for head in heads]
+        counts = [self.num_rows(session) - start for start in starts]
         blocks = iter(self._pool.get_new_blocks(sum(counts)))
         own: list[Sequence[KVCacheBlock]] = []
         for manager, head, count in zip(self._managers, heads, counts, strict=True):
             new = [next(blocks) for _ in range(count)]
             table = manager.req_to_blocks[request_id]
-            if table:
+            if not front:
+                table.extend([self._pool.null_block] * head)
+            if len(table) != head + front:
                 raise RuntimeError(
                     f"request {request_id} has {len(table)} blocks already, where its tables "
                     "begin; report this"
                 )
-            table.extend([self._pool.null_block] * head)
             table.extend(new)
             if manager.records_new_block_ids:
                 manager.new_block_ids.extend(block.block_id for block in new)
             own.append(new)
-        self._load(session, own, [first + 1 - head for head in heads])
+        self._load(session, own, [first + 1 - start for start in starts])
         return sources, own
 
     def _load(
@@ -277,7 +294,7 @@ class SessionCache:
         self,
         request_id: str,
         hashes: Sequence[BlockHash],
-        skip: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int32],
         point: int,
         key: bytes,
         tokens: int,
@@ -286,12 +303,12 @@ class SessionCache:
     ) -> None:
         """Move a request's blocks out of its tables into a session, if its base is complete.
 
-            before   [ null ][ base         ][ bundle ][ bundle ][ rest
-            after    [ null ][ null ... null                   ][ rest
+            before   [ null ][ in place ][ base         ][ bundle ][ bundle ][ rest
+            after    [ null ][ in place ][ null ... null                   ][ rest
 
         Args:
             hashes: the hashes of the request's bundles.
-            skip: `[layers]` tokens skipped now.
+            starts: `[layers]` tokens skipped now, with those that stay in place.
             point: tokens computed at the latest eviction.
             key: see `EvictedNames`.
             tokens: tokens that are computed; no step writes to them any more.
@@ -309,7 +326,7 @@ class SessionCache:
             if self._pool.add_idle(session_name(hashes[index], key), blocks):
                 for table in tables:
                     table[index] = null
-        heads = self.heads(skip).tolist()
+        heads = self.heads(starts).tolist()
         parts = [table[head : first + 1] for table, head in zip(tables, heads, strict=True)]
         if turn is not None:
             self._note(turn, name, hashes[point // self._tokens - 1])

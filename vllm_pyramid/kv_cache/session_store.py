@@ -19,7 +19,7 @@ from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
+from vllm_pyramid.kv_cache.prefix_store import PrefixStore
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache, SessionSnapshot
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
@@ -51,13 +51,14 @@ class SessionStore(CacheStore[SessionSnapshot]):
         self,
         pool: BundlePool,
         cache: SessionCache,
-        prefix_cache: PrefixCache,
+        prefixes: PrefixStore,
         stock_groups: StockGroups,
         layer_blocks: LayerBlocks,
         copies: BlockCopies,
         counters: CacheCounters,
     ) -> None:
-        self._pool, self._cache, self._prefix_cache = pool, cache, prefix_cache
+        self._pool, self._cache, self._prefixes = pool, cache, prefixes
+        self._prefix_cache = prefix_cache = prefixes.cache
         self._stock_groups, self._layer_blocks = stock_groups, layer_blocks
         self._copies, self._counters = copies, counters
         self._units_per_bundle = prefix_cache.tokens // layer_blocks.unit
@@ -90,8 +91,9 @@ class SessionStore(CacheStore[SessionSnapshot]):
         if session is None:
             return None
         # The blocks that this request gets must not come from those that it copies.
-        needed = int(self._layer_blocks.most(names.plan, request.num_tokens).sum())
-        copied = session.num_blocks
+        front = len(session.front) * self._layer_blocks.num_tables
+        needed = int(self._layer_blocks.most(names.plan, request.num_tokens).sum()) - front
+        copied = session.num_blocks + int(self._prefixes.idle_blocks(session.front).sum())
         if self._stock_groups:
             needed += self._stock_groups.missing_blocks(
                 request.request_id, request.num_tokens, hit=session.tokens
@@ -110,8 +112,9 @@ class SessionStore(CacheStore[SessionSnapshot]):
         *,
         capped: bool,
     ) -> int:
-        heads = self._cache.heads(hit.skip)
-        blocks = int((cdiv(num_tokens, self._prefix_cache.tokens) - heads).sum())
+        starts = self._cache.heads(hit.skip) + len(hit.front)
+        blocks = int((cdiv(num_tokens, self._prefix_cache.tokens) - starts).sum())
+        blocks += int(self._prefixes.idle_blocks(hit.front).sum())  # they count as free till then
         if capped:
             blocks = min(blocks, int(self._layer_blocks.most(hit.plan, num_tokens)[0]))
         return blocks + self._stock_groups.missing_blocks(
@@ -130,6 +133,9 @@ class SessionStore(CacheStore[SessionSnapshot]):
             self._cache.touch(hit)
             suffix = record.terms.suffix
             self._copies.add_stock(*self._stock_groups.enter(request_id, hit.hashes, suffix))
+        if hit.front:
+            heads = self._cache.heads(hit.skip).tolist()
+            self._prefixes.enter_front(request_id, hit.front, heads)
         sources, own = self._cache.adopt(request_id, hit)
         self._copies.add(
             sources, [blocks[: len(source)] for source, blocks in zip(sources, own, strict=True)]
@@ -186,16 +192,18 @@ class SessionStore(CacheStore[SessionSnapshot]):
         if resumed is not None and resumed.number == number:
             origin = resumed.origin  # it has evicted nothing since
         point, key = names.plan.computed_at(number), names.keys[number]
+        hashes = self._prefix_cache.hashes(saved.request)
         self._cache.keep(
             request_id,
-            self._prefix_cache.hashes(saved.request),
-            names.plan.skip_after(number),
+            hashes,
+            names.plan.skip_after(number) + names.plan.in_place,
             point,
             key,
             saved.tokens,
             origin,
             self._turn_name(saved.request, point, key),
         )
+        self._prefixes.touch(hashes[: names.plan.in_place // self._prefix_cache.tokens])
         return 0
 
     def _turn_name(self, request: Request, point: int, key: bytes) -> BlockHash | None:

@@ -6,19 +6,31 @@
     request b   [ b0 ]     [ b1 ]     [ b2 ]     [ b3 ]     {a, b}: 1
     request c   [ b0 ]     [ b1 ]     [ b4 ]                {b}: 1   {c}: 1
 
+A request has some of its bundles to its end, the others until its first eviction: its name is in
+these sets with which of the two it is.
+
 Prefixes form a tree, so there are few such sets, however many bundles there are: finding out what
 requests share takes a look at the sets alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 
-Requests = frozenset[str]
+
+class Holder(NamedTuple):
+    """A request that has a bundle in its tables, and whether it keeps it to its end."""
+
+    request_id: str
+    to_end: bool
+
+
+Requests = frozenset[Holder]
 _HOLDERS = attrgetter("holders")
 
 
@@ -32,24 +44,29 @@ class SharedBlockIndex:
     def __init__(self) -> None:
         self.counts: dict[Requests, int] = {}
 
-    def add(self, request_id: str, bundles: Iterable[BlockBundle]) -> None:
-        """Record that a request has these bundles, too."""
-        self._move(bundles, lambda holders: holders | {request_id})
+    def add(self, request_id: str, bundles: Sequence[BlockBundle], to_end: int = 0) -> None:
+        """Record that a request has these bundles, too, and the first `to_end` to its end."""
+        for part, lasts in ((bundles[:to_end], True), (bundles[to_end:], False)):
+            self._move(part, frozenset({Holder(request_id, lasts)}).union)
 
     def remove(self, request_id: str, bundles: Iterable[BlockBundle]) -> None:
         """Record that a request no longer has these bundles."""
-        self._move(bundles, lambda holders: holders - {request_id})
+        either = {Holder(request_id, False), Holder(request_id, True)}
+        self._move(bundles, lambda holders: holders - either)
 
-    def shared(self, request_id: str, bundles: Iterable[BlockBundle]) -> dict[Requests, int]:
+    def shared(
+        self, request_id: str, bundles: Sequence[BlockBundle], to_end: int = 0
+    ) -> dict[Requests, int]:
         """Count the bundles that several requests would have if a request began with `bundles`."""
         counts = {holders: count for holders, count in self.counts.items() if len(holders) > 1}
-        for holders, same in groupby(bundles, key=_HOLDERS):
-            if holders:
-                count = sum(1 for _ in same)
-                if len(holders) > 1:
-                    counts[holders] -= count
-                both = holders | {request_id}
-                counts[both] = counts.get(both, 0) + count
+        for part, lasts in ((bundles[:to_end], True), (bundles[to_end:], False)):
+            for holders, same in groupby(part, key=_HOLDERS):
+                if holders:
+                    count = sum(1 for _ in same)
+                    if len(holders) > 1:
+                        counts[holders] -= count
+                    both = holders | {Holder(request_id, lasts)}
+                    counts[both] = counts.get(both, 0) + count
         return {holders: count for holders, count in counts.items() if count}
 
     def _move(self, bundles: Iterable[BlockBundle], change: Callable[[Requests], Requests]) -> None:

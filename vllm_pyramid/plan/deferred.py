@@ -48,6 +48,7 @@ class DeferredPlan:
     inner: ClassVar[tuple[EvictionPoint, ...]] = ()
     end_number: ClassVar[int] = 1
     every: ClassVar[int] = 0
+    in_place: ClassVar[int] = 0
     pieces: ClassVar[tuple[Piece, ...]] = ()
     in_pieces: ClassVar[bool] = False
     is_deferred: ClassVar[Literal[True]] = True

@@ -32,6 +32,8 @@ class EvictionPoint:
         recent: how many of the last tokens that a layer holds stay, whatever their scores.
         in_pieces: the layers gave up these slots while they ran, piece by piece (`Piece`).
         protected: tokens of spans that every layer and KV head keeps beside the budget.
+        in_place: how many of the first tokens stay in their blocks, whole blocks of them. Their
+            blocks take the places from `skip` on in the layers' tables; nothing is moved.
     """
 
     computed: int
@@ -43,6 +45,7 @@ class EvictionPoint:
     recent: IntArray
     in_pieces: bool = False
     protected: int = 0
+    in_place: int = 0
     is_deferred: ClassVar[Literal[False]] = False
 
     @classmethod
@@ -94,7 +97,7 @@ class EvictionPoint:
             for tokens, mean, *arrays in zip(computed, budget_tokens, *rows, strict=True)
         ]
 
-    def beside(self, protected: int) -> EvictionPoint:
+    def beside(self, protected: int, in_place: int = 0) -> EvictionPoint:
         """Return the point of as many tokens more, spans' tokens, all of which stay in every layer.
 
         What is given back does not change. A layer whose share of recent tokens would leave no room
@@ -106,6 +109,7 @@ class EvictionPoint:
             keep=read_only(self.keep + protected),
             recent=read_only(np.minimum(self.recent, np.maximum(self.keep - self.front, 0))),
             protected=protected,
+            in_place=in_place,
         )
 
     @property
@@ -140,7 +144,8 @@ class EvictionPoint:
     @cached_property
     def blocks_behind(self) -> IntArray:
         """Whole blocks of the tokens so far that this eviction writes to, `[num_layers]`."""
-        return read_only(self.computed // self.block_size - self.skip // self.block_size)
+        first = (self.skip + self.in_place) // self.block_size
+        return read_only(self.computed // self.block_size - first)
 
 
 class Eviction(NamedTuple):

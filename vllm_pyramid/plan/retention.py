@@ -85,6 +85,11 @@ class RetentionPlan:
         return self.end.budget_tokens
 
     @cached_property
+    def in_place(self) -> int:
+        """The first tokens that stay in their blocks at all evictions; see `EvictionPoint`."""
+        return self.end.in_place
+
+    @cached_property
     def evicts(self) -> bool:
         """Whether any layer gives a slot back, at the prompt's end or perhaps later."""
         return self.every > 0 or bool(self.end.skip.any())
@@ -168,14 +173,17 @@ class RetentionPlan:
     def untouched(self) -> int | None:
         """The first tokens whose slots no eviction writes, in any layer; None: all of them.
 
-        Evicting moves survivors to `skip` and beyond, so slots before the smallest skip of the
-        first eviction hold what prefill wrote there until their blocks are given back. Slots of
-        tables that are whole always do.
+        Evicting moves survivors to `skip` and beyond, behind those that stay in place, so slots
+        before the smallest skip of the first eviction, and as many more as stay in place, hold what
+        prefill wrote there until their blocks are given back. Slots of tables that are whole always
+        do.
         """
         if not self.evicts:
             return None
         skip = self.points[0].skip
-        return 0 if self.pieces else int((skip if self.whole is None else skip[~self.whole]).min())
+        if self.pieces:
+            return 0
+        return int((skip if self.whole is None else skip[~self.whole]).min()) + self.in_place
 
     # Resolving, as a `DeferredPlan` is ----------------------------------------------------------
 

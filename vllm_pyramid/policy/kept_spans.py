@@ -97,6 +97,21 @@ def beside_budget(spans: Spans, tokens: int, policy: Policy) -> int:
     return sum(max(min(end, last) - max(start, first), 0) for start, end in spans)
 
 
+def stays_in_place(policy: Policy, first_end: int, block_size: int, spans: Spans) -> int:
+    """Return how many of a prompt's first tokens its evictions leave where they are.
+
+    These are whole blocks of the span at the beginning, where evictions do no more than to move
+    survivors by whole blocks. Their blocks may be other requests' too, before and after.
+
+    Args:
+        first_end: tokens that are computed at the first eviction.
+    """
+    moves_alone = policy.fill_blocks and all(part.works_with_orders for part in policy.parts)
+    if not moves_alone or policy.schedule.waits_for_orders:
+        return 0
+    return min(leading(spans), first_end) // block_size * block_size
+
+
 def end_plan(
     policy: Policy,
     prompt_len: int,
@@ -104,10 +119,13 @@ def end_plan(
     block_size: int,
     budget: Budget,
     spans: Spans,
+    in_place: int = 0,
 ) -> Plan:
     """Return the plan of a prompt's end: what is kept of the prompt without its spans, and these.
 
-    Args: as of `Policy.plan`, which fills in the budget.
+    Args:
+        in_place: see `stays_in_place`. The others are as of `Policy.plan`, which fills in the
+            budget.
     """
     protected = beside_budget(spans, prompt_len, policy)
     rest = policy.allocator.plan(policy, prompt_len - protected, num_layers, block_size, budget)
@@ -116,7 +134,7 @@ def end_plan(
     assert isinstance(rest, RetentionPlan) and not (rest.every or rest.inner or rest.pieces), (
         "refused by the parts' `unsupported`"
     )
-    return replace(rest, points=(rest.end.beside(protected),))
+    return replace(rest, points=(rest.end.beside(protected, in_place),))
 
 
 def end_points(
@@ -126,6 +144,7 @@ def end_points(
     block_size: int,
     budget: Budget,
     spans: Spans,
+    in_place: int = 0,
 ) -> list[EvictionPoint]:
     """Return what each layer keeps at the ends of several prompts, as `end_plan` plans it."""
     protected = [beside_budget(spans, end, policy) for end in ends]
@@ -133,7 +152,7 @@ def end_points(
     points = policy.allocator.ends(policy, rests, num_layers, block_size, budget)
     if not spans:
         return points
-    return [point.beside(tokens) for point, tokens in zip(points, protected, strict=True)]
+    return [point.beside(tokens, in_place) for point, tokens in zip(points, protected, strict=True)]
 
 
 def check_spans(spans: Spans, prompt_len: int) -> None:

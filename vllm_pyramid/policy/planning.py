@@ -25,7 +25,7 @@ from vllm_pyramid.plan import (
 )
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.capabilities import Feature
-from vllm_pyramid.policy.kept_spans import Spans, end_plan, end_points
+from vllm_pyramid.policy.kept_spans import Spans, end_plan, end_points, stays_in_place
 from vllm_pyramid.policy.limits import CACHE_BYTES, FREE_EVICTIONS, TOKENS_PER_EVICTION
 
 if TYPE_CHECKING:
@@ -52,15 +52,16 @@ def plan_prompt(
     if of_heads is not None:
         assert not turns and not spans, "refused by the part's `unsupported`"
         return of_heads
-    plan = end_plan(policy, prompt_len, num_layers, block_size, budget, spans)
+    *may_evict, may_end = affordable((*turns, prompt_len), FREE_EVICTIONS, TOKENS_PER_EVICTION)
+    evicting = list(compress(turns, may_evict))
+    in_place = stays_in_place(policy, min((*evicting, prompt_len)), block_size, spans)
+    plan = end_plan(policy, prompt_len, num_layers, block_size, budget, spans, in_place)
     if policy.schedule.waits_for_orders:
         return _level_plan(policy, plan, num_layers, block_size, spans)
     if not turns:
         return policy.chunk.plan(policy, plan, spans)
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
-    *may_evict, may_end = affordable((*turns, prompt_len), FREE_EVICTIONS, TOKENS_PER_EVICTION)
-    evicting = list(compress(turns, may_evict))
-    points = end_points(policy, evicting, num_layers, block_size, budget, spans)
+    points = end_points(policy, evicting, num_layers, block_size, budget, spans, in_place)
     return with_turns(plan, points, policy.min_turn, ends_with_eviction=may_end)
 
 

@@ -309,18 +309,19 @@ class Admission:
         """Return the blocks of a stage that several of these requests have."""
         prefixes = self._coordinator.prefixes
         places = {name: index for index, name in enumerate(names)}
-        sets: list[tuple[int, list[int], bool]] = []
+        sets: list[tuple[int, list[tuple[int, bool]]]] = []
         for cache, shared in prefixes.shared_bundles(names[-1]):
             bundle_blocks = int(cache.bundle_blocks[stage])
             for holders, bundles in shared.items():
-                indices = [places[name] for name in holders if name in places]
-                if len(indices) > 1:
-                    sets.append((bundles * bundle_blocks, indices, cache.to_end))
-        has = np.zeros((len(sets), len(names)), np.bool_)
-        for row, (_, indices, _) in zip(has, sets, strict=True):
-            row[indices] = True
-        return SharedBlocks(
-            np.array([blocks for blocks, *_ in sets], np.int64),
-            has,
-            np.array([to_end for *_, to_end in sets], np.bool_),
-        )
+                has = [
+                    (places[name], to_end or cache.to_end)
+                    for name, to_end in holders
+                    if name in places
+                ]
+                if len(has) > 1:
+                    sets.append((bundles * bundle_blocks, has))
+        found = np.zeros((2, len(sets), len(names)), np.bool_)
+        for number, (_, has) in enumerate(sets):
+            for place, to_end in has:
+                found[:, number, place] = True, to_end
+        return SharedBlocks(np.array([blocks for blocks, _ in sets], np.int64), *found)

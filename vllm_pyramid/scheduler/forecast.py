@@ -20,7 +20,7 @@ waste the pool: requests that start together also end together, and until then h
 would lie idle.
 
 Blocks that several requests have in their tables are counted once where that decides. Requests have
-them until their first eviction.
+them until their first eviction, or to their ends.
 
 Comparing future moments instead of the sum of all ends, and estimating answers from those that have
 ended, is the idea of the Past-Future scheduler (Gong et al., ASPLOS 2025, arXiv:2507.10150), which
@@ -80,7 +80,7 @@ class SharedBlocks(NamedTuple):
     Attributes:
         blocks: `[sets]` blocks that the same requests have.
         has: `[sets, requests]` which requests have them.
-        to_end: `[sets]` whether they have them to their ends, behind their evictions too.
+        to_end: `[sets, requests]` which have them to their ends, behind their evictions too.
     """
 
     blocks: Numbers
@@ -195,7 +195,7 @@ def missing_blocks(requests: RequestArrays, pool: StagePoolView, rules: StepRule
     # Afterwards these share what lasts, and may hold as much again of the rest if they evict inside
     # the prompt.
     share = shared.blocks @ shared.has
-    to_end = (given_back == 0) | shared.to_end[:, None]
+    to_end = (given_back == 0) | shared.to_end
     until = np.full_like(last, -1)
     until[prompts] = whole_until
     until = np.where(to_end, last, until)

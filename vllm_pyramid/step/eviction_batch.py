@@ -186,22 +186,25 @@ class EvictionBatch:
         return kept
 
     def compact(self, kept: torch.Tensor) -> None:
-        """Move the survivors of every request to the tail of its range.
+        """Move the survivors of every request, but those that stay in place, to its range's tail.
 
         Args:
             kept: as of `select`.
         """
-        call = self.call
-        call.ops.compact(
-            *call.moved,
-            self.tables,
-            kept,
-            self.lens,
-            self.keeps,
-            max_keep=self.max_keep,
-        )
+        call, (moving, counts, most) = self.call, self._moving(kept)
+        call.ops.compact(*call.moved, self.tables, moving, self.lens, counts, max_keep=most)
         moved = self.host_lens - self.host_dead_prefixes - self.host_keeps
         np.add.at(self.evictions.tokens_done, self.shortened, moved)
+
+    def _moving(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return the survivors that move, as of `kept`; how many, `[S]`; and the most of a row."""
+        in_place = np.array([plan.in_place for plan in self.plans], np.int32)
+        if not in_place.any():
+            return kept, self.keeps, self.max_keep
+        most, first = int((self.host_keeps - in_place).max()), upload(in_place, kept.device)
+        places = torch.arange(most, device=kept.device) + first[:, None, None]
+        places = places.clamp_(max=kept.shape[2] - 1).expand(-1, kept.shape[1], -1)
+        return kept.gather(2, places), self.keeps - first, most
 
     # One request at a time ------------------------------------------------------------------------
 

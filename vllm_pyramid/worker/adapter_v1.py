@@ -37,6 +37,21 @@ class TablesV1:
         for group, table in tables.items():
             self._runner.input_batch.block_table[group].block_table.gpu = table
 
+    def move_front(
+        self, request_id: str, starts: Mapping[int, tuple[int, int]], count: int
+    ) -> None:
+        """Move them in the batch's row, and in the request's own list, from which rows are made."""
+        batch, state = self._runner.input_batch, self._runner.requests.get(request_id)
+        if state is None:
+            return
+        row = batch.req_id_to_index.get(request_id)
+        for group, (old, new) in starts.items():
+            blocks = state.block_ids[group]
+            blocks[new : new + count] = blocks[old : old + count]
+            if row is not None:
+                table = batch.block_table[group].block_table.np[row]
+                table[new : new + count] = table[old : old + count].copy()
+
     def rows(self, group: int, num_reqs: int) -> torch.Tensor:
         """Return the device's block table of the first `num_reqs` requests."""
         tables = self._runner.input_batch.block_table
@@ -52,6 +67,7 @@ class AdapterV1(RunnerV1Points, RunnerAdapter):
     max_num_tokens: int
     model_config: Any
     query_start_loc: Any
+    requests: dict[str, Any]
     seq_lens: torch.Tensor
 
     def runner_tables(self) -> TablesV1:

@@ -34,6 +34,17 @@ class TablesV2:
             block_tables.input_block_tables[group] = table
         block_tables.init_block_table_layout_tensors()
 
+    def move_front(
+        self, request_id: str, starts: Mapping[int, tuple[int, int]], count: int
+    ) -> None:
+        row = self._runner.req_states.req_id_to_index.get(request_id)
+        if row is None:
+            return
+        tables = self._runner.block_tables.block_tables
+        rows = [(tables[group].gpu[row], *places) for group, places in starts.items()]
+        fronts = torch.stack([table[old : old + count] for table, old, _ in rows])
+        torch._foreach_copy_([table[new : new + count] for table, _, new in rows], [*fronts])
+
 
 class MetadataBuilding:
     """Takes the place of `ModelState.prepare_attn`, which builds the metadata of all layers.

@@ -101,6 +101,7 @@ class LayerBinding:
         evicting = {context.layer for context in self.contexts.values()}
         if missing := evicting - set(layer_of_group.values()):
             raise RuntimeError(f"layers without an attention group of their own: {sorted(missing)}")
+        self._tables.bind(layer_of_group)
         if reads_shifted_tables:
             max_tokens = self._config.scheduler_config.max_num_batched_tokens
             shifted = self._tables.shift_in_place_of(layer_of_group, max_tokens)

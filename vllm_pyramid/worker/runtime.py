@@ -32,6 +32,7 @@ from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.copy_stream import copies_of, host_memory_of
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker, IntArray
+from vllm_pyramid.worker.front_moves import FrontMove, front_moves
 from vllm_pyramid.worker.host_pool import HostPool
 from vllm_pyramid.worker.late_evictions import LateEvictions
 from vllm_pyramid.worker.layer_binding import LayerBinding
@@ -129,6 +130,7 @@ class WorkerRuntime:
             config, settings, device, self.layers, tracker.hooks, runner_tables.tensors_per_group
         )
         self.host_pool: HostPool | None = None
+        self._front_moves: list[FrontMove] = []  # of the latest step
 
     # Start-up -------------------------------------------------------------------------------------
 
@@ -205,6 +207,8 @@ class WorkerRuntime:
             kv_caches: the runner's, of `num_blocks` blocks.
         """
         messages = read_messages(scheduler_output)
+        self.tables.move_fronts(self._front_moves, self.tracker.block_size)
+        self._front_moves = []
         self.tracker.copies = messages.get(PREFIXES, {})
         stage, page_size_bytes = self.pipeline.stage, self.layers.page_size_bytes
         pools = self.tracker.hooks.copy_blocks
@@ -283,6 +287,7 @@ class WorkerRuntime:
         if evictions is not None:
             self.pipeline.sum_over_stages(evictions)
         losses = self.late.take_losses() if self.late is not None else {}
+        self._front_moves = front_moves(step)
         evicted, reports = self.tracker.end_step()
         if losses:
             reports[LEVELS] = losses

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from vllm_pyramid.attention.shifted_tables import DeviceTables
 from vllm_pyramid.step.step import Step
+from vllm_pyramid.worker.front_moves import FrontMove
 from vllm_pyramid.worker.worker_layers import WorkerLayers
 
 
@@ -30,6 +31,17 @@ class RunnerTables(Protocol):
     def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
         """Let vLLM fill, and attention read, these tensors `[R_max, M]`."""
 
+    def move_front(
+        self, request_id: str, starts: Mapping[int, tuple[int, int]], count: int
+    ) -> None:
+        """Move `count` entries of a request's rows to where the layers' heads end now.
+
+        It is called between two steps. A request that has ended is left alone.
+
+        Args:
+            starts: by group, the first of these entries before and after.
+        """
+
 
 class StepTables:
     """Block tables of the layers that evict, shifted where attention kernels know nothing of skips.
@@ -45,6 +57,22 @@ class StepTables:
         self.shifted: DeviceTables | None = None
         self._runner, self._layers, self._device = runner, layers, device
         self._groups: dict[int, int] = {}
+        self._layer_of: dict[int, int] = {}
+
+    def bind(self, layer_of_group: Mapping[int, int]) -> None:
+        """Take over the number of the layer of each KV cache group that evicts."""
+        self._layer_of = dict(layer_of_group)
+
+    def move_fronts(self, moves: Sequence[FrontMove], block_size: int) -> None:
+        """Let what stays in place stand behind the heads that evictions gave back.
+
+        Args:
+            block_size: tokens of a block, in all layers.
+        """
+        for move in moves:
+            old, new = move.before // block_size, move.skip // block_size
+            starts = {group: (old[layer], new[layer]) for group, layer in self._layer_of.items()}
+            self._runner.move_front(move.request_id, starts, move.in_place // block_size)
 
     def shift_in_place_of(self, groups: Mapping[int, int], max_num_tokens: int) -> DeviceTables:
         """Replace the runner's tables by those of the layout.
