@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
+from tests.scheduler.checks import check_pool
 from vllm_pyramid.policy import planning
 
 pytestmark = pytest.mark.engine
@@ -125,3 +127,34 @@ def test_requests_share_the_blocks_of_a_span(
     whole, layers = 330 // engine.block_size, engine.num_layers
     assert max(held) - with_shared == (len(jobs) - 1) * whole * layers
     engine.check_whole()
+
+
+def test_a_span_in_a_pool_that_runs_out(
+    engines: EnginePool, tiny_model: Callable[[str], Path]
+) -> None:
+    """Requests are preempted and come back, share the span with others, and say the same."""
+    span, tails = random_prompts([SPAN], seed=11)[0], random_prompts([90, 130, 70, 110], seed=12)
+    jobs = [
+        Job([*span, *tail], greedy(80, kv_keep=[0, SPAN]), arrival=4 * number)
+        for number, tail in enumerate(tails)
+    ]
+    own = {"kv_policy": "snapkv", "kv_budget": 40, "kv_policy_args": {"window": 8}, **SETTINGS}
+    roomy = engines.get(tiny_model("mistral"), **own)
+    expected = [outcome.token_ids for outcome in roomy.run(jobs)]
+    small = engines.get(
+        tiny_model("mistral"),
+        **own | {"max_model_len": 400},
+        kv_admission="prompt",
+        num_gpu_blocks_override=106,
+    )
+    seen: Counter[str] = Counter()
+
+    def watch(engine: Engine) -> None:
+        for request in engine.scheduler.requests.values():
+            seen["preempted"] = max(seen["preempted"], request.num_preemptions)
+        check_pool(engine.coordinator)
+
+    again = small.run([replace(job, name=f"{job.name} again") for job in jobs], watch)
+    assert [outcome.token_ids for outcome in again] == expected
+    assert seen["preempted"], "the pool did not run out"
+    small.check_whole()

@@ -75,6 +75,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_budget": 24,
         "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
     },
+    "spans": {"kv_policy": "pyramidkv", "kv_budget": 24},  # its requests keep their first tokens
     "hybrid": {"kv_policy": "pyramidkv", "kv_budget": 24},
     "drafts": {"kv_policy": "pyramidkv", "kv_budget": 24},
     "eagle": {"kv_policy": "pyramidkv", "kv_budget": 24},
@@ -137,7 +138,7 @@ ENGINES = {
     ),
     "second-attention": (
         *("2", "attention", "vllm_pyramid.attention.backend_triton"),
-        ("pyramidkv", "xkv", "h2o", "inside", "hybrid", "fp8", "drafts", "eagle", "both"),
+        ("pyramidkv", "xkv", "h2o", "inside", "spans", "hybrid", "fp8", "drafts", "eagle", "both"),
     ),
     "first-attention": (
         *("1", "attention", "vllm_pyramid.attention.backend_triton"),
@@ -145,6 +146,7 @@ ENGINES = {
             "pyramidkv",
             "auto",
             "inside",
+            "spans",
             "hybrid",
             "eagle",
             "kcache",
@@ -156,7 +158,7 @@ ENGINES = {
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
-        ("xkv", "hybrid", "thinned"),
+        ("xkv", "spans", "hybrid", "thinned"),
     ),
     "full-graphs": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
@@ -204,11 +206,22 @@ def _beside(policy: str, model: dict[str, Path]) -> dict[str, Any]:
     return BESIDE.get(policy, {})
 
 
+def _settings(policy: str, request: tuple[int, int, int, dict[str, Any]]) -> dict[str, Any]:
+    """The request's own settings, under a policy."""
+    length, _, _, own = request
+    return {"kv_keep": [0, length // 3]} if policy == "spans" and not own else own
+
+
+def _waves(policy: str) -> list[list[Any]]:
+    waves: list[list[Any]] = [[], [], []]
+    for prompt, request in zip(prompts(), REQUESTS, strict=True):
+        _, tokens, arrival, _ = request
+        waves[arrival // 2].append([prompt, greedy(tokens, **_settings(policy, request))])
+    return waves
+
+
 def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
     runner, triton, _, policies = ENGINES[name]
-    waves: list[list[Any]] = [[], [], []]
-    for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True):
-        waves[arrival // 2].append([prompt, greedy(tokens, **own)])
     return Child(
         folder / name,
         *(
@@ -218,7 +231,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
                     **(SETTINGS | _beside(policy, model)),
                     "additional_config": POLICIES[policy],
                 },
-                waves,
+                _waves(policy),
             )
             for policy in policies
         ),
@@ -254,8 +267,8 @@ def expected(
         beside = {} if name in ("drafts", "eagle") else BESIDE.get(name, {})
         engine = engines.get(model[name], **(SETTINGS | beside | policy))
         jobs = [
-            Job(prompt, greedy_params(tokens, **own), arrival)
-            for prompt, (_, tokens, arrival, own) in zip(prompts(), REQUESTS, strict=True)
+            Job(prompt, greedy_params(request[1], **_settings(name, request)), request[2])
+            for prompt, request in zip(prompts(), REQUESTS, strict=True)
         ]
         found[name] = [(outcome.token_ids, outcome.report) for outcome in engine.run(jobs)]
     return found

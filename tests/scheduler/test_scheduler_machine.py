@@ -179,14 +179,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return answer
 
         admission.admits = watched  # type: ignore[method-assign]
-        shared = self.coordinator.prefixes.shared_bundles
+        shared = admission.shared_bundles
 
         def counted(request_id: str) -> Any:
             found = shared(request_id)
             self.seen["counted once"] += any(counts for _, counts in found)
             return found
 
-        self.coordinator.prefixes.shared_bundles = counted  # type: ignore[method-assign]
+        admission.shared_bundles = counted  # type: ignore[method-assign]
 
     # Rules ------------------------------------------------------------------------------------
 

@@ -43,18 +43,22 @@ class SharingJob(Job):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shared = self.scheduler.coordinator.prefixes.shared_bundles
+        admission = self.scheduler.pyramid.chunks.admission
+        assert admission is not None
+        shared = admission.shared_bundles
 
         def counting(name: str) -> Any:
             found = shared(name)
             self.once += any(counts for _, counts in found)
             return found
 
-        self.scheduler.coordinator.prefixes.shared_bundles = counting  # type: ignore[method-assign]
+        admission.shared_bundles = counting  # type: ignore[method-assign]
 
     def count_each(self) -> None:
         """The rule without what is shared."""
-        self.scheduler.coordinator.prefixes.shared_bundles = lambda _: []  # type: ignore[method-assign]
+        admission = self.scheduler.pyramid.chunks.admission
+        assert admission is not None
+        admission.shared_bundles = lambda _: []  # type: ignore[method-assign]
 
     def add_prompt(
         self,
@@ -116,6 +120,21 @@ def test_prompts_that_evict_share_while_they_are_processed() -> None:
         job.finish()
         assert job.preemptions == 0
     assert first[True] <= 3 and first[False] >= 5
+
+
+def test_a_span_that_stays_in_place_is_shared_to_the_end() -> None:
+    """12 blocks a layer of each request, before its eviction and behind it."""
+    most = {}
+    for each in (True, False):
+        job = SharingJob(EVICTED, 60 * EVICTED.num_layers)
+        if each:
+            job.count_each()
+        for index in range(12):
+            job.add_prompt(index, 48, 64, 8, {"kv_keep": [0, 48]})
+        job.finish()
+        most[each] = job.most_running
+        assert job.preemptions == 0
+    assert most[True] <= 4 and most[False] >= 6
 
 
 def test_prompts_of_their_own_are_admitted_as_before() -> None:

@@ -203,6 +203,12 @@ class BundlePool(BlockPool):
             del self.idle[bundle]
             self.idle[bundle] = None
 
+    def touch_prefix(self, names: Sequence[BlockHash]) -> None:
+        """Do so with the bundles of a prefix, as far as they are there."""
+        for name in reversed(names):
+            if name in self.bundles:
+                self.touch_bundle(name)
+
     def reserve(
         self, counts: npt.NDArray[np.int64], untouchable: npt.NDArray[np.int64]
     ) -> BlockBundle | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -42,3 +43,8 @@ class SharedPrefix:
     bundles: dict[PrefixCache, list[BlockBundle]]
     from_below: tuple[int, int] = (0, 0)
     query: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, kinds: Iterable[PrefixCache]) -> SharedPrefix:
+        """Return what a request has before it begins: nothing, of each kind."""
+        return cls({kind: [] for kind in kinds})

@@ -31,7 +31,6 @@ from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_records import PrefixHit, SharedPrefix
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
-from vllm_pyramid.kv_cache.shared_blocks import Requests
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import RetentionPlan
 
@@ -73,7 +72,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         self._records, self._grow = plans.records, grow
         self._units_per_bundle = cache.tokens // layer_blocks.unit
         self._of_request: dict[str, SharedPrefix] = {}
-        self._nothing = self._new()  # read only
+        self._nothing = SharedPrefix.of(kinds)  # read only
         # For requests that published bundles in the step being scheduled: how many they had before.
         self._published_from: dict[str, int] = {}
         self.evicted = EvictedPrefixes(pool, cache, layer_blocks, plans.records)
@@ -82,12 +81,9 @@ class PrefixStore(CacheStore[PrefixHit]):
         """Return what others may have of a request's tables. Not to be written to."""
         return self._of_request.get(request_id, self._nothing)
 
-    def _new(self) -> SharedPrefix:
-        return SharedPrefix({kind: [] for kind in self.kinds})
-
     def _own(self, request_id: str) -> SharedPrefix:
         if (own := self._of_request.get(request_id)) is None:
-            own = self._of_request[request_id] = self._new()
+            own = self._of_request[request_id] = SharedPrefix.of(self.kinds)
         return own
 
     def num_bundles(self, request_id: str) -> int:
@@ -272,12 +268,6 @@ class PrefixStore(CacheStore[PrefixHit]):
         with_own = [(request, self.num_bundles(request.request_id)) for request in evicting]
         return self.evicted.reserve(with_own) or None
 
-    def touch(self, names: Sequence[BlockHash]) -> None:
-        """Make the bundles of a prefix the last to be dissolved, as far as they are there."""
-        for name in reversed(names):
-            if name in self._pool.bundles:
-                self._pool.touch_bundle(name)
-
     def enter_front(
         self, request_id: str, front: Sequence[BlockHash], heads: Sequence[int]
     ) -> None:
@@ -287,20 +277,6 @@ class PrefixStore(CacheStore[PrefixHit]):
         self._counters.held_blocks += cache.blocks * revived
 
     # Questions --------------------------------------------------------------------------------
-
-    def shared_bundles(self, request_id: str) -> list[tuple[PrefixCache, dict[Requests, int]]]:
-        """Count bundles that several requests have, if this request began with its hit.
-
-        Returns:
-            Of each kind, the number of bundles by the set of the requests that have them.
-        """
-        record = self._records[request_id]
-        found = record.found
-        hit = None if found is None else found.hit
-        names = hit.names[: hit.shared] if isinstance(hit, PrefixHit) else []
-        to_end, bundles = self._to_end(record), self._pool.bundles
-        of_kinds = [(kind, [bundles[name] for name in kind.named(names)]) for kind in self.kinds]
-        return [(kind, kind.holders.shared(request_id, own, to_end)) for kind, own in of_kinds]
 
     def findable_tokens(self, request_id: str) -> int:
         """Return the tokens of a request that others find, or will find when it has evicted."""
@@ -355,10 +331,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         return others
 
     def _to_end(self, record: SchedulerRequest) -> int:
-        """Return how many bundles a request has to its end: those of what stays in place.
-
-        Behind an eviction they stand at the end of the tables' heads (`Layout.move_front`).
-        """
+        """Return how many bundles a request has to its end: those of what stays in place."""
         plan = record.resolved or record.plan
         return 0 if plan is None else plan.in_place // self.cache.tokens
 

@@ -78,7 +78,6 @@ class SessionCache:
     Args:
         managers: the layers' managers.
         tokens: tokens of a block in every layer.
-
     """
 
     def __init__(
@@ -204,10 +203,8 @@ class SessionCache:
         origin = bundles[0].origin if bundles else self._pool.tier.origin(in_host[0])
         assert origin is not None, "a base has an origin"
         point, skip = plan.computed_at(number), plan.skip_after(number)
-        front = hashes[: self._front(plan)]
-        return SessionSnapshot(
-            plan, number, point, skip, bundles, in_host, hashes, tokens, origin, front
-        )
+        front, found = hashes[: self._front(plan)], (bundles, in_host, hashes, tokens)
+        return SessionSnapshot(plan, number, point, skip, *found, origin, front)
 
     def touch(self, session: SessionSnapshot) -> None:
         """Make a session the last to be dissolved, and its base last of all."""

@@ -203,7 +203,7 @@ class SessionStore(CacheStore[SessionSnapshot]):
             origin,
             self._turn_name(saved.request, point, key),
         )
-        self._prefixes.touch(hashes[: names.plan.in_place // self._prefix_cache.tokens])
+        self._pool.touch_prefix(hashes[: names.plan.in_place // self._prefix_cache.tokens])
         return 0
 
     def _turn_name(self, request: Request, point: int, key: bytes) -> BlockHash | None:

@@ -16,6 +16,9 @@ import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
+from vllm_pyramid.kv_cache.prefix_records import PrefixHit
+from vllm_pyramid.kv_cache.shared_blocks import Requests
 from vllm_pyramid.plan import Plan, RetentionPlan, least_given_back, tokens_per_step
 from vllm_pyramid.scheduler.forecast import (
     Numbers,
@@ -305,12 +308,28 @@ class Admission:
         most = np.maximum(held, plan.end.held) + plan.every + self._lag
         return self._stages.sums(-(-most // self._coordinator.layer_blocks.block_sizes) + 1)
 
+    def shared_bundles(self, request_id: str) -> list[tuple[PrefixCache, dict[Requests, int]]]:
+        """Count bundles that several requests have, if this request began with its hit.
+
+        Returns:
+            Of each kind, the number of bundles by the set of the requests that have them.
+        """
+        coordinator, record = self._coordinator, self._coordinator.plans.records[request_id]
+        hit = None if record.found is None else record.found.hit
+        names = hit.names[: hit.shared] if isinstance(hit, PrefixHit) else []
+        bundles, plan = coordinator.block_pool.bundles, record.plan
+        found = []
+        for kind in coordinator.prefixes.kinds:
+            own = [bundles[name] for name in kind.named(names)]
+            to_end = 0 if plan is None else plan.in_place // kind.tokens
+            found.append((kind, kind.holders.shared(request_id, own, to_end)))
+        return found
+
     def _shared(self, names: list[str], stage: int) -> SharedBlocks:
         """Return the blocks of a stage that several of these requests have."""
-        prefixes = self._coordinator.prefixes
         places = {name: index for index, name in enumerate(names)}
         sets: list[tuple[int, list[tuple[int, bool]]]] = []
-        for cache, shared in prefixes.shared_bundles(names[-1]):
+        for cache, shared in self.shared_bundles(names[-1]):
             bundle_blocks = int(cache.bundle_blocks[stage])
             for holders, bundles in shared.items():
                 has = [
