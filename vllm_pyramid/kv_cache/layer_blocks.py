@@ -108,7 +108,8 @@ class LayerBlocks:
         Args:
             late, evicted: see `peak_blocks`.
         """
-        if num_tokens < plan.prompt_len or (num_tokens == plan.prompt_len and not plan.inner):
+        shortened = plan.inner or plan.every or num_tokens > plan.prompt_len
+        if not shortened or num_tokens < plan.prompt_len:
             return self.stages.sums(-(-num_tokens // self.block_sizes))
         by_table = peak_blocks(
             plan, num_tokens, self.block_sizes, late, self.stages.sizes, evicted=evicted
