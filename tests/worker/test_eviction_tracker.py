@@ -46,6 +46,17 @@ def begin(tracker: EvictionTracker, rows: list[tuple[str, int, int, int]]) -> St
     return tracker.begin_step([row[0] for row in rows], *columns)
 
 
+def test_a_step_stays_as_it_was_when_the_next_one_begins() -> None:
+    """Also that of one request, in whose row another one stands next."""
+    _, tracker = make()
+    tracker.add("a", 100, None)
+    tracker.add("b", 100, None)
+    step = begin(tracker, [("a", 100, 100, 1)])
+    before = step.skips.copy()
+    begin(tracker, [("b", 100, 0, 1)])
+    assert before.all() and (step.skips == before).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full"]))
 def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> None:

@@ -190,7 +190,7 @@ class EvictionTracker:
         for row in np.flatnonzero(before != self._row_number[:num_reqs]).tolist():
             self._row_number[row] = before[row]
             self._row_skips[row] = requests[row].plan.skip_after(int(before[row]))
-        skips = np.ascontiguousarray(self._row_skips[:num_reqs].T)
+        skips = self._row_skips[:num_reqs].T.copy()
         after = self._eviction_numbers(requests, prompt_lens, computed + scheduled)
         ending = np.flatnonzero(after > before)
         evictions = None
