@@ -220,8 +220,9 @@ function strip(canvas, request, most, height) {
     };
     const prompt = Math.min(request.prompt, request.computed), shared = Math.min(request.shared, prompt);
     part(0, freed, colour("freed"));
-    part(freed, Math.max(freed, shared), colour("shared"));
-    part(Math.max(freed, shared), prompt, colour("kept"));
+    const first = Math.min(freed + shared, Math.max(freed, prompt));  // of what is its own
+    part(freed, first, colour("shared"));
+    part(first, prompt, colour("kept"));
     part(Math.max(freed, prompt), request.computed, colour("made"));
     // An eviction moves what it keeps: what came from the host is no range any more.
     if (!freed) part(request.host[0], Math.min(request.host[1], prompt), colour("host"));
