@@ -109,7 +109,8 @@ class PrefixCache:
         """
         bundles, revived = self._pool.adopt(hashes)
         self.holders.add(request_id, bundles, to_end)
-        columns = iter(list(zip(*(bundle.blocks for bundle in bundles), strict=True)))
+        of_tables = list(zip(*(bundle.blocks for bundle in bundles), strict=True))
+        columns = iter(of_tables or [()] * sum(len(entries) for entries, _ in self._entries))
         for manager, (entries, stride), head in self._tables(heads):
             table, length = manager.req_to_blocks[request_id], head + len(hashes) * stride
             if not table:
@@ -122,6 +123,24 @@ class PrefixCache:
             for entry in entries:
                 table[head + entry :: stride] = next(columns)
         return bundles, revived
+
+    def load(self, request_id: str, names: Sequence[BlockHash]) -> list[BlockBundle]:
+        """Extend a request's tables by bundles that the tier below has, which last to its end.
+
+        They are as good as some that the step being scheduled computes: it begins with the copies.
+        """
+        bundles = []
+        self._pool.tier.pin(names)
+        for name in names:
+            blocks = self._pool.get_new_blocks(len(self._managers))
+            for manager, block in zip(self._managers, blocks, strict=True):
+                manager.req_to_blocks[request_id].append(block)
+                if manager.records_new_block_ids:
+                    manager.new_block_ids.append(block.block_id)
+            self._pool.tier.load(name, blocks)
+            bundles.append(self._pool.publish(name, blocks, self._counts))
+        self.holders.add(request_id, bundles, len(bundles))
+        return bundles
 
     def _tables(
         self, heads: Sequence[int]
@@ -218,6 +237,13 @@ class PrefixCache:
                 table[head + entry : head + length : stride] = null
         self.holders.remove(request_id, bundles)
         return self._pool.release(bundles)
+
+    def claim(self, request_id: str, bundles: Sequence[BlockBundle]) -> None:
+        """Make bundles a request's own blocks; the tier below keeps a copy of computed ones."""
+        for bundle in bundles:
+            if bundle.scheduled:
+                self._pool.tier.store(bundle)
+        self.withdraw(request_id, bundles)
 
     def withdraw(self, request_id: str, bundles: Sequence[BlockBundle]) -> None:
         """Undo `publish` for bundles whose tokens will not be computed after all."""

@@ -269,12 +269,20 @@ class PrefixStore(CacheStore[PrefixHit]):
         return self.evicted.reserve(with_own) or None
 
     def enter_front(
-        self, request_id: str, front: Sequence[BlockHash], heads: Sequence[int]
+        self, request_id: str, front: Sequence[BlockHash], shared: int, heads: Sequence[int]
     ) -> None:
-        """Begin empty tables with heads, `[tables]`, and the bundles of what stays in place."""
+        """Begin empty tables with heads, `[tables]`, and the bundles of what stays in place.
+
+        Args:
+            shared: how many of the bundles are there; the others come from the tier below, into
+                blocks that others find from now on.
+        """
         cache, own = self.cache, self._own(request_id)
-        own.bundles[cache], revived = cache.enter(request_id, front, len(front), heads)
-        self._counters.held_blocks += cache.blocks * revived
+        bundles, revived = cache.enter(request_id, front[:shared], shared, heads)
+        if loaded := cache.load(request_id, front[shared:]):
+            self._published_from[request_id] = shared
+        own.bundles[cache] = bundles + loaded
+        self._counters.held_blocks += cache.blocks * (revived + len(loaded))
 
     # Questions --------------------------------------------------------------------------------
 
@@ -287,17 +295,13 @@ class PrefixStore(CacheStore[PrefixHit]):
     def claim(self, request_id: str, first: int) -> None:
         """Make the bundles of a request from number `first` on its own, before it writes to them.
 
-        Nobody finds them from now on, nor what the step being scheduled computes. The tier below
-        keeps a copy of those that are computed.
+        Nobody finds them from now on, nor what the step being scheduled computes.
         """
         self._pool.has_gaps = True
         self._published_from.pop(request_id, None)
         self._stock_groups.forget_noted(request_id)
         for kind, bundles in self.of(request_id).bundles.items():
-            for bundle in bundles[first:]:
-                if bundle.scheduled:
-                    self._pool.tier.store(bundle)
-            kind.withdraw(request_id, bundles[first:])
+            kind.claim(request_id, bundles[first:])
             del bundles[first:]
 
     # Leaving --------------------------------------------------------------------------------------

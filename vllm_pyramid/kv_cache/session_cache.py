@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -31,45 +30,12 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.evicted_names import session_name
+from vllm_pyramid.kv_cache.session_snapshot import SessionSnapshot
 from vllm_pyramid.plan import RetentionPlan
 
 # Turns that end inside a block and whose base is known; a base of an older one is found by the
 # tokens up to its block's end alone.
 MAX_TURNS = 1 << 14
-
-
-@dataclass(frozen=True)
-class SessionSnapshot:
-    """A session in the pool, or the part of it with which a request continues.
-
-    Attributes:
-        plan: the plan of the request that continues.
-        number: the eviction behind which the session is, as that request counts.
-        point: tokens computed at that eviction.
-        skip: `[layers]` tokens that the eviction skips.
-        bundles: the base, and the bundles behind it, as far as the device has them.
-        in_host: the names of those that come behind these, which the tier below the pool has.
-        hashes: the hashes of all whole bundles from position 0 on.
-        tokens: tokens up to the end of the last bundle, or up to the turn's end inside the base.
-        origin: the request that evicted.
-        front: the names of the bundles of what stayed in place, which stand before the base.
-    """
-
-    plan: RetentionPlan
-    number: int
-    point: int
-    skip: npt.NDArray[np.int32]
-    bundles: Sequence[BlockBundle]
-    in_host: Sequence[BlockHash]
-    hashes: Sequence[BlockHash]
-    tokens: int
-    origin: str
-    front: Sequence[BlockHash]
-
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of the device's blocks in all layers."""
-        return sum(len(bundle.blocks) for bundle in self.bundles)
 
 
 class SessionCache:
@@ -112,7 +78,8 @@ class SessionCache:
                 the stock groups can continue at the edges of blocks alone.
         """
         limit, front = most, hashes[: self._front(plan)]
-        if self._pool.longest_prefix(front) < self._front(plan):
+        missing = front[self._pool.longest_prefix(front) :]
+        if self._pool.tier.longest_prefix(missing) < len(missing) or len(front) < self._front(plan):
             return None
         for number in reversed(keys):
             point, key = plan.computed_at(number), keys[number]
@@ -204,7 +171,8 @@ class SessionCache:
         assert origin is not None, "a base has an origin"
         point, skip = plan.computed_at(number), plan.skip_after(number)
         front, found = hashes[: self._front(plan)], (bundles, in_host, hashes, tokens)
-        return SessionSnapshot(plan, number, point, skip, *found, origin, front)
+        shared = self._pool.longest_prefix(front)
+        return SessionSnapshot(plan, number, point, skip, *found, origin, front, shared)
 
     def touch(self, session: SessionSnapshot) -> None:
         """Make a session the last to be dissolved, and its base last of all."""

@@ -21,7 +21,8 @@ from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_store import PrefixStore
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
-from vllm_pyramid.kv_cache.session_cache import SessionCache, SessionSnapshot
+from vllm_pyramid.kv_cache.session_cache import SessionCache
+from vllm_pyramid.kv_cache.session_snapshot import SessionSnapshot
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 
 
@@ -91,9 +92,10 @@ class SessionStore(CacheStore[SessionSnapshot]):
         if session is None:
             return None
         # The blocks that this request gets must not come from those that it copies.
-        front = len(session.front) * self._layer_blocks.num_tables
-        needed = int(self._layer_blocks.most(names.plan, request.num_tokens).sum()) - front
-        copied = session.num_blocks + int(self._prefixes.idle_blocks(session.front).sum())
+        shared = session.front[: session.shared]
+        needed = int(self._layer_blocks.most(names.plan, request.num_tokens).sum())
+        needed -= len(shared) * self._layer_blocks.num_tables
+        copied = session.num_blocks + int(self._prefixes.idle_blocks(shared).sum())
         if self._stock_groups:
             needed += self._stock_groups.missing_blocks(
                 request.request_id, request.num_tokens, hit=session.tokens
@@ -112,9 +114,10 @@ class SessionStore(CacheStore[SessionSnapshot]):
         *,
         capped: bool,
     ) -> int:
-        starts = self._cache.heads(hit.skip) + len(hit.front)
+        starts = self._cache.heads(hit.skip) + hit.shared
         blocks = int((cdiv(num_tokens, self._prefix_cache.tokens) - starts).sum())
-        blocks += int(self._prefixes.idle_blocks(hit.front).sum())  # they count as free till then
+        # They count as free until then.
+        blocks += int(self._prefixes.idle_blocks(hit.front[: hit.shared]).sum())
         if capped:
             blocks = min(blocks, int(self._layer_blocks.most(hit.plan, num_tokens)[0]))
         return blocks + self._stock_groups.missing_blocks(
@@ -134,8 +137,9 @@ class SessionStore(CacheStore[SessionSnapshot]):
             suffix = record.terms.suffix
             self._copies.add_stock(*self._stock_groups.enter(request_id, hit.hashes, suffix))
         if hit.front:
+            self._pool.tier.pin(hit.in_host)
             heads = self._cache.heads(hit.skip).tolist()
-            self._prefixes.enter_front(request_id, hit.front, heads)
+            self._prefixes.enter_front(request_id, hit.front, hit.shared, heads)
         sources, own = self._cache.adopt(request_id, hit)
         self._copies.add(
             sources, [blocks[: len(source)] for source, blocks in zip(sources, own, strict=True)]
