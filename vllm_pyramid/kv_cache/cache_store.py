@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -33,10 +34,14 @@ class Hit(Protocol):
 
     Attributes:
         tokens: leading tokens that the request need not compute.
+        shared_names: of the bundles of a prefix that it would have with others.
     """
 
     @property
     def tokens(self) -> int: ...
+
+    @property
+    def shared_names(self) -> Sequence[BlockHash]: ...
 
 
 H = TypeVar("H", bound=Hit)

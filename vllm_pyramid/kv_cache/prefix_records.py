@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -27,6 +27,11 @@ class PrefixHit:
     shared: int
     below: list[BlockHash]
     tokens: int
+
+    @property
+    def shared_names(self) -> Sequence[BlockHash]:
+        """Return the names of those that it would share."""
+        return self.names[: self.shared]
 
 
 @dataclass(slots=True)

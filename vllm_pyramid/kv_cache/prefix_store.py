@@ -166,7 +166,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         *,
         capped: bool,
     ) -> int:
-        shared, pool, plan = hit.names[: hit.shared], self._pool, record.terms.plan
+        shared, pool, plan = hit.shared_names, self._pool, record.terms.plan
         have = hit.shared * self._units_per_bundle
         by_stage = self._layer_blocks.missing(have, -(-num_tokens // self._layer_blocks.unit))
         most = _NO_BOUND
@@ -192,7 +192,7 @@ class PrefixStore(CacheStore[PrefixHit]):
                 f"request {request_id}: it begins with a prefix and holds {record.num_blocks} "
                 "blocks of each layer already; report this"
             )
-        shared, copied = hit.names[: hit.shared], hit.names[hit.shared :]
+        shared, copied = hit.shared_names, hit.names[hit.shared :]
         sources = self.cache.blocks_of(copied)
         if shared:
             to_end = self._to_end(record)

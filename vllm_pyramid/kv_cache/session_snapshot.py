@@ -45,6 +45,11 @@ class SessionSnapshot:
     shared: int
 
     @property
+    def shared_names(self) -> Sequence[BlockHash]:
+        """Return the names of what stayed in place, as far as the device has its bundles."""
+        return self.front[: self.shared]
+
+    @property
     def num_blocks(self) -> int:
         """Return the number of the device's blocks in all layers."""
         return sum(len(bundle.blocks) for bundle in self.bundles)

@@ -92,7 +92,7 @@ class SessionStore(CacheStore[SessionSnapshot]):
         if session is None:
             return None
         # The blocks that this request gets must not come from those that it copies.
-        shared = session.front[: session.shared]
+        shared = session.shared_names
         needed = int(self._layer_blocks.most(names.plan, request.num_tokens).sum())
         needed -= len(shared) * self._layer_blocks.num_tables
         copied = session.num_blocks + int(self._prefixes.idle_blocks(shared).sum())
@@ -117,7 +117,7 @@ class SessionStore(CacheStore[SessionSnapshot]):
         starts = self._cache.heads(hit.skip) + hit.shared
         blocks = int((cdiv(num_tokens, self._prefix_cache.tokens) - starts).sum())
         # They count as free until then.
-        blocks += int(self._prefixes.idle_blocks(hit.front[: hit.shared]).sum())
+        blocks += int(self._prefixes.idle_blocks(hit.shared_names).sum())
         if capped:
             blocks = min(blocks, int(self._layer_blocks.most(hit.plan, num_tokens)[0]))
         return blocks + self._stock_groups.missing_blocks(

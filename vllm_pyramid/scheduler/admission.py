@@ -17,7 +17,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
-from vllm_pyramid.kv_cache.prefix_records import PrefixHit
 from vllm_pyramid.kv_cache.shared_blocks import Requests
 from vllm_pyramid.plan import Plan, RetentionPlan, least_given_back, tokens_per_step
 from vllm_pyramid.scheduler.forecast import (
@@ -315,15 +314,14 @@ class Admission:
             Of each kind, the number of bundles by the set of the requests that have them.
         """
         coordinator, record = self._coordinator, self._coordinator.plans.records[request_id]
-        hit = None if record.found is None else record.found.hit
-        names = hit.names[: hit.shared] if isinstance(hit, PrefixHit) else []
+        names = [] if record.found is None else record.found.hit.shared_names
         bundles, plan = coordinator.block_pool.bundles, record.plan
-        found = []
+        of_kinds = []
         for kind in coordinator.prefixes.kinds:
             own = [bundles[name] for name in kind.named(names)]
             to_end = 0 if plan is None else plan.in_place // kind.tokens
-            found.append((kind, kind.holders.shared(request_id, own, to_end)))
-        return found
+            of_kinds.append((kind, kind.holders.shared(request_id, own, to_end)))
+        return of_kinds
 
     def _shared(self, names: list[str], stage: int) -> SharedBlocks:
         """Return the blocks of a stage that several of these requests have."""
