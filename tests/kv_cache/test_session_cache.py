@@ -181,6 +181,48 @@ def test_a_turn_is_found_in_the_host_too(answer: int) -> None:
     assert (pair.worker.num_resumed, pair.worker.num_adopted) == (1, 70)
 
 
+@pytest.mark.parametrize("where", ["device", "host", "both"])
+def test_those_who_go_on_share_what_stays_in_place(where: str) -> None:
+    """The first span of a conversation is with its base, or in the host, and is loaded once."""
+    pair = _pair(num_blocks=3 * 60, host_slots=200)
+    pair.add("first", prompt(70), 5, kv_turns=[], kv_keep=[0, 33])
+    pair.run()
+    if where != "device":
+        pair.pool.free_blocks(pair.pool.get_new_blocks(pair.pool.get_num_free_blocks()))
+        assert not _states(pair) and not pair.pool.bundles
+    if where == "both":  # what begins alike brings the first blocks of the span back
+        pair.add("other", prompt(20), 1)
+        pair.run()
+    for name, start in (("second", 500), ("third", 900)):
+        pair.add(name, [*prompt(70), *prompt(40, start)], 4, kv_turns=[70], kv_keep=[0, 33])
+    pair.step()
+    prefixes = pair.scheduler.coordinator.prefixes
+    second, third = (prefixes.of(name).bundles[prefixes.cache] for name in ("second", "third"))
+    assert (pair.worker.num_resumed, pair.worker.num_adopted) == (
+        2,
+        2 * 70 + (16 if where == "both" else 0),
+    )
+    assert second == third and len(second) == 33 // 4
+    pair.run()
+    for name in ("second", "third"):
+        assert not prefixes.of(name).bundles[prefixes.cache]
+
+
+def test_a_turn_without_its_first_span_is_a_miss() -> None:
+    pair = _pair(num_blocks=3 * 60)
+    pair.add("first", prompt(70), 5, kv_turns=[], kv_keep=[0, 33])
+    pair.run()
+    name = next(iter(pair.pool.bundles))  # the first tokens' bundle
+    states = [row.hash for row in pair.pool.idle if row.hash and b"@" in row.hash[32:33]]
+    pair.pool.touch_prefix(states)
+    blocks = pair.pool.get_new_blocks(pair.pool.get_num_free_blocks() - sum(_states(pair)))
+    pair.pool.free_blocks(blocks)
+    assert name not in pair.pool.bundles and _states(pair)
+    pair.add("second", [*prompt(70), *prompt(40, 500)], 4, kv_turns=[70], kv_keep=[0, 33])
+    pair.run()
+    assert pair.worker.num_resumed == 0
+
+
 def test_turns_are_forgotten_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_pyramid.kv_cache.session_cache.MAX_TURNS", 1)
     pair = _pair()

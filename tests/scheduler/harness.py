@@ -465,7 +465,7 @@ class PlainWorker:
                 *(int(computed[index]), row.computed),
             )
         for index, row in enumerate(rows):
-            self._adopt(row)
+            self._adopt(row, step.requests[index].plan.in_place)
             self._read(row, step.skips[:, index], row.computed)
         if step.evictions is not None:
             for index in step.evictions.deferred.tolist():
@@ -622,10 +622,10 @@ class PlainWorker:
         )
         self.num_adopted += row.adopted
 
-    def _adopt(self, row: Row) -> None:
+    def _adopt(self, row: Row, in_place: int) -> None:
         """Look at what a request began with; it may have been written in this very step."""
         if row.adopted and row.origin is not None:
-            self._adopt_state(row, *row.origin)
+            self._adopt_state(row, *row.origin, in_place)
             row.adopted = 0
             return
         positions = np.arange(row.adopted)
@@ -635,8 +635,11 @@ class PlainWorker:
             row.cells[layer, : row.adopted] = found
         row.adopted = 0
 
-    def _adopt_state(self, row: Row, origin: str, point: int) -> None:
-        """The same of an evicted state: survivors are who left it kept them, and where."""
+    def _adopt_state(self, row: Row, origin: str, point: int, in_place: int) -> None:
+        """The same of an evicted state: survivors are who left it kept them, and where.
+
+        What stayed in place is as good if somebody else has computed it.
+        """
         left, skip = self.ended[origin], row.skip
         assert skip is not None
         row.history = [entry for entry in left.history if entry[0] <= point]
@@ -645,7 +648,9 @@ class PlainWorker:
         for layer, first in enumerate(skip.tolist()):
             found = self.memory_PN[self._slots(row, layer, np.arange(first, row.adopted))]
             row.cells[layer, first : row.adopted] = found
-            assert (found[: point - first] == left.cells[layer, first:point]).all()
+            self.check_shared(layer, np.arange(in_place), found[:in_place], row)
+            behind = found[in_place : point - first] == left.cells[layer, first + in_place : point]
+            assert behind.all(), "other survivors"
             behind, positions = found[point - first :], np.arange(point, row.adopted)
             expected = (1 << INEXACT) + (layer << LAYER) + positions
             assert (behind % (1 << SERIAL) == expected).all(), "not computed behind the eviction"

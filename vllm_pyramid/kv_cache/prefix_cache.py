@@ -109,19 +109,19 @@ class PrefixCache:
         """
         bundles, revived = self._pool.adopt(hashes)
         self.holders.add(request_id, bundles, to_end)
-        of_tables = list(zip(*(bundle.blocks for bundle in bundles), strict=True))
-        columns = iter(of_tables or [()] * sum(len(entries) for entries, _ in self._entries))
+        columns = iter(list(zip(*(bundle.blocks for bundle in bundles), strict=True)))
         for manager, (entries, stride), head in self._tables(heads):
             table, length = manager.req_to_blocks[request_id], head + len(hashes) * stride
             if not table:
                 table.extend([manager.block_pool.null_block] * length)
-            if len(table) != length or not all(table[head + entry].is_null for entry in entries):
+            places = [head + entry for entry in entries if hashes]
+            if len(table) != length or not all(table[place].is_null for place in places):
                 raise RuntimeError(
                     f"request {request_id} has {len(table)} blocks already, where its tables "
                     "begin; report this"
                 )
-            for entry in entries:
-                table[head + entry :: stride] = next(columns)
+            for place in places:
+                table[place::stride] = next(columns)
         return bundles, revived
 
     def load(self, request_id: str, names: Sequence[BlockHash]) -> list[BlockBundle]:
