@@ -100,7 +100,7 @@ SAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl")
         ),
         (
             ["agents", SAMPLE, "--model", "built-in", "--output-len", "7000"],
-            "tokens, 9702 with --output-len, and the model takes 8192: give --turns, or --num-",
+            "9709 with --output-len, and the model takes 8192: give --turns, or --num-prompts",
         ),
         (["scheduler", "--layers", "0"], "--layers '0': Input should be greater than 0"),
     ],
@@ -267,13 +267,11 @@ class FakeReplays(FakeEngines):
         cls.salts.append(task["salt"])
         if not task["salt"].startswith("warm-up"):
             cls.runs.append((variant.policy, variant.turn_mode, self.limits[variant]))
+        made: dict[str, Any] = {"first": 1.0, "last": 2.0, "prompt_len": 100, "cached": 50}
+        made["evicted"] = variant.budget is not None and cls.evicts
+        made["answer"] = [9, 8 if variant.budget is None else 7, 6]
         requests = [
-            {
-                **{"agent": number, "index": index, "turn": turn["number"]},
-                **{"first": 1.0, "last": 2.0, "prompt_len": 100, "cached": 50},
-                "evicted": variant.budget is not None and cls.evicts,
-                "answer": [9, 8 if variant.budget is None else 7, 6],
-            }
+            {"agent": number, "index": index, "turn": turn["number"], **made}
             for number, turns in enumerate(task["agents"])
             for index, turn in enumerate(turns)
         ]
@@ -301,7 +299,7 @@ def test_recorded_agents(
     assert [(row["policy"], row["turn_mode"]) for row in rows] == [
         *(("auto", "resume"), ("auto", "none"), ("full", ""))
     ]
-    assert [row["agreement"] for row in rows] == [1 / 3, 1 / 3, 1.0]
+    assert [row["agreement"] for row in rows] == pytest.approx([1 / 3, 1 / 3, 1])
     assert rows[0]["num_prompts"] == 2 and rows[0]["turns"] == 2 and rows[0]["shared_len"] == 0
     assert rows[0]["requests_per_min"] == 5.0 and rows[0]["output_ratio"] == 1.0
     by_turn = written["by_turn"]

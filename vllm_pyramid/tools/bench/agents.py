@@ -111,7 +111,8 @@ def by_turn(samples: Samples) -> pd.DataFrame:
         groups, key=lambda key: (-key[0], key[1] == ALL, key[1], -order[key[2]])
     ):
         requests = groups[pool, turn, variant]
-        row = {"pool_prompts": pool, "turn": turn, **identity(variant), "requests": len(requests)}
+        row: dict[str, Any] = {"pool_prompts": pool, "turn": turn, **identity(variant)}
+        row["requests"] = len(requests)
         row["prompt_tokens"] = float(np.median([one["prompt_len"] for one in requests]))
         row["cached_share"] = _share(requests, "cached", "prompt_len")
         row["agreement"] = _share(requests, "agreed", "compared")

@@ -277,7 +277,7 @@ class Tokeniser:
 
     def _behind(self, path: _Path, begin: int, earlier: str, text: str) -> str:
         """Return what a prompt has behind the answer to the prompt of `begin` messages."""
-        answer = Message(role="assistant", content=_MARK)
+        answer = Message(role="assistant", content=_MARK, wait=0.0)
         closing = self._render(path, [*path.messages[:begin], answer]).rpartition(_MARK)[2]
         recorded = self._render(path, path.messages[: begin + 1])
         if not (text.startswith(recorded) and recorded.startswith(earlier)):
