@@ -105,11 +105,14 @@ def by_turn(samples: Samples) -> pd.DataFrame:
         for one in sample["requests"]:
             for turn in (one["turn"], ALL):
                 groups.setdefault((sample["pool_prompts"], turn, variant), []).append(one)
-    order = {variant: place for place, (variant, _) in enumerate(reversed(samples))}
+    variants = list(dict.fromkeys(variant for variant, _ in samples))
+
+    def place(key: tuple[float, int | str, Variant]) -> tuple[Any, ...]:
+        pool, turn, variant = key
+        return -pool, turn == ALL, turn, variants.index(variant)
+
     rows = []
-    for pool, turn, variant in sorted(
-        groups, key=lambda key: (-key[0], key[1] == ALL, key[1], -order[key[2]])
-    ):
+    for pool, turn, variant in sorted(groups, key=place):
         requests = groups[pool, turn, variant]
         row: dict[str, Any] = {"pool_prompts": pool, "turn": turn, **identity(variant)}
         row["requests"] = len(requests)
