@@ -53,7 +53,7 @@ def records(text: str, path: str | None) -> list[Any]:
         ValueError: it is no JSON, or has no array there.
     """
     if path is None and not text.lstrip().startswith("["):
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     found = json.loads(text) if path is None else at(json.loads(text), path)
     if not isinstance(found, list):
         raise ValueError(f"--records {path}: there is no array")

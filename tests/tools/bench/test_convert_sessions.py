@@ -70,8 +70,9 @@ def test_a_request_that_leaves_another_branches() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     log, output = tmp_path / "log.json", tmp_path / "sessions.jsonl"
+    odd = message("user", "A line,\u2028and another\x85.")
     case = {"id": "a", "messages": [SYSTEM, ASK], "reference": "So."}
-    log.write_text(json.dumps({"cases": [case, {**case, "id": "b", "messages": [MORE]}]}))
+    log.write_text(json.dumps({"cases": [case, {**case, "id": "b", "messages": [odd]}]}))
     command = [sys.executable, "-m", "scripts.convert_sessions", str(log), str(output)]
     done = subprocess.run(
         [*command, "--records", "cases", "--answer", "reference", "--name", "id"],
@@ -81,7 +82,8 @@ def test_the_command(tmp_path: Path) -> None:
         check=True,
     )
     assert "2 records: 2 sessions with 2 answers" in done.stdout
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    lines = [json.loads(line) for line in output.read_text("utf-8").split("\n") if line]
+    assert lines[1]["messages"][0] == odd
     assert [line["session"] for line in lines] == ["a", "b"]
     failed = subprocess.run(
         [*command, "--records", "none"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -115,7 +115,8 @@ def read_sessions(path: Path) -> list[Session]:
         ValueError: the file cannot be read, or a line is wrong; the message names it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Text may have what splitlines() takes for the end of a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     found: dict[str, Session] = {}
