@@ -10,15 +10,20 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import anthropic
+import openai
 import pytest
 import yaml
 
-from tests.plumbing.server import serving
+from tests.plumbing.server import Server, serving
 from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.tools.bench.recordings import read_sessions
 from vllm_pyramid.tools.eval.haystack import topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
@@ -31,6 +36,14 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
 }
+# The random model's own template knows no tools. Behind a special token, whose neighbours no token
+# can join, an answer leaves the prompt before it as it was.
+TEMPLATE = (
+    "{% if tools %}<|begin|>tools<|pad|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}<|begin|>{{ message.role }}<|pad|>{{ message.content }}"
+    "{{ message.tool_calls | tojson if message.tool_calls }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant<|pad|>{% endif %}"
+)
 
 
 def run(*command: str, folder: Path) -> str:
@@ -71,6 +84,13 @@ def test_every_example_is_run() -> None:
             assert f"examples/{path.name}" in usage, f"docs/usage.md does not name {path.name}"
 
 
+def test_the_recorded_agents() -> None:
+    """tests/tools/bench replays them."""
+    sessions = read_sessions(EXAMPLES / "agents.jsonl")
+    assert [session.branch_of for session in sessions] == [None, "averages", None]
+    assert (EXAMPLES / "agents.jsonl").stat().st_size < 20_000
+
+
 def test_own_scorer(random_model: Path, tmp_path: Path) -> None:
     printed = run(
         *(sys.executable, str(EXAMPLES / "own_scorer.py"), str(random_model)), folder=tmp_path
@@ -104,7 +124,11 @@ def test_server_client_and_trace(
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     traces = tmp_path / "traces"
-    flags = ("--kv-trace", str(traces), "--enforce-eager", "--max-model-len", "2048")
+    template = tmp_path / "tools.jinja"
+    template.write_text(TEMPLATE)
+    flags = ("--kv-trace", str(traces), "--enforce-eager", "--max-model-len", "4096")
+    flags += ("--chat-template", str(template), "--enable-auto-tool-choice")
+    flags += ("--tool-call-parser", "hermes")
     flags += ("--max-num-seqs", "16", "--kv-cache-memory-bytes", str(256 << 20))
     command = (str(EXAMPLES / "server.sh"),)
     started = {"log": tmp_path / "log", "command": command, "fresh": True}
@@ -113,6 +137,8 @@ def test_server_client_and_trace(
         printed = run(sys.executable, client, "--base-url", f"{server.url}/v1", folder=tmp_path)
         plot(traces, files=3)
         check_other_clients(server.url, random_model, tmp_path)
+        check_agents(server, tmp_path)
+        check_tools(server.url)
     found = re.findall(
         r"(\d+) kept in the first layer, (\d+) in the last, (\d+) blocks before, (\d+) after",
         printed,
@@ -138,6 +164,72 @@ def check_other_clients(url: str, model: Path, folder: Path) -> None:
     command = ("env", *(f"{name}={value}" for name, value in few.items()))
     printed = run(*command, str(EXAMPLES / "bench_serve.sh"), url, str(model), folder=folder)
     assert re.search(r"Successful requests: +4\b", printed), printed
+
+
+def check_agents(server: Server, folder: Path) -> None:
+    """One server, both clients: the same prompts, evicted, in sessions, with the tools in them."""
+    before = server.metrics()["vllm_pyramid:evictions_total"][-1]
+    seen = {}
+    for name, url in (("agent_openai.py", f"{server.url}/v1"), ("agent_anthropic.py", server.url)):
+        printed = run(sys.executable, str(EXAMPLES / name), "--base-url", url, folder=folder)
+        seen[name] = [
+            tuple(map(int, numbers))
+            for numbers in re.findall(
+                r"turn (\d+): (\d+) tokens in the prompt, (\d+) kept in a layer, "
+                r"(\d+) turns in the session, (\d+) tool calls",
+                printed,
+            )
+        ]
+    turns = seen["agent_openai.py"]
+    assert turns == seen["agent_anthropic.py"], "greedy, and rendered alike"
+    # The model calls no tools: each task ends with its first answer.
+    assert [(turn, number, calls) for turn, _, _, number, calls in turns] == [
+        *((1, 1, 0), (2, 2, 0), (3, 3, 0))
+    ]
+    assert all(256 <= kept < tokens // 2 for _, tokens, kept, _, _ in turns)
+    assert server.metrics()["vllm_pyramid:evictions_total"][-1] >= before + 6
+    log = server.log.read_text()
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        assert log.count(f'"POST {path} HTTP/1.1" 200 OK') >= 3, path
+        assert f'"POST {path} HTTP/1.1" 4' not in log and f'"POST {path} HTTP/1.1" 5' not in log
+
+
+def check_tools(url: str) -> None:
+    """Tools are in the prompt, and so are a call and its result, whichever client sends them."""
+    tools = runpy.run_path(str(EXAMPLES / "agent_tools.py"))
+    (tool, *_), system = tools["TOOLS"], tools["SYSTEM"]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    asked: list[Any] = [{"role": "system", "content": system}, {"role": "user", "content": "?"}]
+    call = {"type": "function", "function": {"name": tool["name"], "arguments": "{}"}}
+    asked += [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "two files"},
+    ]
+    function = {"name": tool["name"], "parameters": tool["schema"]}
+    given: list[Any] = [{"type": "function", "function": function}]
+    lengths = [
+        client.chat.completions.create(
+            model=model, messages=asked, max_tokens=2, **more
+        ).usage.prompt_tokens
+        for more in ({}, {"tools": given})
+    ]
+    assert lengths[1] > lengths[0] + 20
+    used = {"type": "tool_use", "id": "1", "name": tool["name"], "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "two files"}
+    blocks: list[Any] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result]},
+    ]
+    answer = anthropic.Anthropic(base_url=url, api_key="none").messages.create(
+        model=model,
+        system=system,
+        messages=blocks,
+        tools=[{"name": tool["name"], "input_schema": tool["schema"]}],
+        max_tokens=2,
+    )
+    assert answer.usage.input_tokens == lengths[1]
 
 
 def test_lm_eval(random_model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from vllm_pyramid.tools.cli import main
 
 pytestmark = pytest.mark.cpu
 
+SAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl")
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -83,6 +85,22 @@ pytestmark = pytest.mark.cpu
         (
             ["prefix", "--policies", "snapkv,h2o", "--resume"],
             "--resume and h2o: it adds up",
+        ),
+        (["agents", "/nowhere.jsonl"], "cannot read /nowhere.jsonl: [Errno 2] No such file"),
+        (
+            ["agents", SAMPLE, "--prompt-len", "9", "--resume"],
+            "--prompt-len, --resume does not go with a file: leave it out",
+        ),
+        (["agents", "--turn-modes", "exact"], "--turn-modes is for recorded sessions: leave it"),
+        (["agents", SAMPLE, "--turn-modes", "exat"], "must be resume or exact, not 'exat'"),
+        (["agents", SAMPLE, "--host-cache", "-1"], "--host-cache '-1': Input should be greater"),
+        (
+            ["agents", SAMPLE, "--policies", "h2o,full"],
+            "--turn-modes resume and h2o: it adds up",
+        ),
+        (
+            ["agents", SAMPLE, "--model", "built-in", "--output-len", "7000"],
+            "9709 with --output-len, and the model takes 8192: give --turns, or --num-prompts",
         ),
         (["scheduler", "--layers", "0"], "--layers '0': Input should be greater than 0"),
     ],

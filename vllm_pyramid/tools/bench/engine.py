@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's engine in a process of its own, which gets one task after the other.
+"""vLLM's engine, driven step by step in the process that measures.
 
-`processes.py` starts it. The first task says what to start, the others what to do; between tasks
-the process sleeps. vLLM's engine core runs in this process, so that every step can be timed and
-observed, and an idle engine takes no processor time.
+The engine core runs in this process, so that every step can be timed and observed.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
@@ -22,12 +18,11 @@ from vllm_pyramid.tools.bench.scheduler_log import (
     steps_with_room,
 )
 from vllm_pyramid.tools.bench.talk import Talk
-from vllm_pyramid.tools.child_process import read_tasks, say
 
 _SETTLED_STEPS = 3  # without prefill: then no further request is admitted
 
 
-def _sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
+def sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
     """Return parameters for exactly `max_tokens` greedy tokens, with the request's settings."""
     from vllm import SamplingParams
 
@@ -61,7 +56,7 @@ class Engine:
         self._reserved: list[Any] = []
         self._sent: dict[str, float] = {}
         self._count = 0
-        self._log = SchedulerLog(self.scheduler)
+        self.log = SchedulerLog(self.scheduler)
 
     @property
     def pool_blocks(self) -> int:
@@ -83,11 +78,16 @@ class Engine:
             raise ValueError(f"the pool has {self.pool_blocks} blocks, not {blocks}")
         self._reserved = self.pool.get_new_blocks(spare // self.blocks_of_one)
 
-    def _send(self, prompt: list[int], params: Any) -> str:
-        """Send a request, and return its name, which no other request has had."""
+    def send(self, prompt: list[int], params: Any, salt: str | None = None) -> str:
+        """Send a request, and return its name, which no other request has had.
+
+        Args:
+            salt: it finds what came with the same one.
+        """
         self._count += 1
         name = str(self._count)
-        self.client.add_request(name, {"prompt_token_ids": prompt}, params)
+        salted = {} if salt is None else {"cache_salt": salt}
+        self.client.add_request(name, {"prompt_token_ids": prompt, **salted}, params)
         self._sent[name] = time.perf_counter()
         return name
 
@@ -95,7 +95,7 @@ class Engine:
         self, on_output: Callable[[Any, float], None] | None = None, finished: int = 0
     ) -> Step:
         """Run one batch of the engine, from the end of the one before to its own."""
-        ended = self._log.ended
+        ended = self.log.ended
         ended.clear()
         outputs: list[Any] = []
         begin = time.perf_counter()
@@ -139,7 +139,7 @@ class Engine:
         Raises:
             RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
-        self._log.preemptions = 0
+        self.log.preemptions = 0
         pages = Pages.counted(self.scheduler)
         later = later or [[] for _ in prompts]
         forks = forks or [[] for _ in prompts]
@@ -153,7 +153,7 @@ class Engine:
 
         def send(talk: Talk) -> None:
             own = {"kv_turns": list(talk.ends)} if resume else {}
-            talks[self._send(talk.prompt, _sampling(max_tokens, budget, **own))] = talk
+            talks[self.send(talk.prompt, sampling(max_tokens, budget, **own))] = talk
 
         def on_output(output: Any, now: float) -> None:
             name, tokens = output.request_id, output.outputs[0].token_ids
@@ -197,7 +197,7 @@ class Engine:
                 f"with the budget {budget} only {evicted} of {expected} requests report that "
                 "they evicted something"
             )
-        sample = engine_sample(steps, requests, self._log.preemptions)
+        sample = engine_sample(steps, requests, self.log.preemptions)
         return sample | Pages.counted(self.scheduler).since(pages)
 
     def fill(
@@ -217,10 +217,10 @@ class Engine:
             RuntimeError: requests finished or were preempted before all were admitted that fit, or
                 did not evict.
         """
-        self._log.preemptions = 0
+        self.log.preemptions = 0
         evictions = evictions_counted(self.scheduler)
         for prompt in prompts:
-            self._send(prompt, _sampling(max_tokens, budget))
+            self.send(prompt, sampling(max_tokens, budget))
         resident, before_queueing, idle, peak = 0, None, 0, 0
         while idle < _SETTLED_STEPS:  # what an eviction frees is free a step later
             step = self.step()
@@ -229,9 +229,9 @@ class Engine:
             idle = 0 if step.prompt_tokens else idle + 1
             if idle and resident and before_queueing is None:
                 before_queueing = step.decoding
-        if self._log.preemptions or step.decoding != resident:
+        if self.log.preemptions or step.decoding != resident:
             raise RuntimeError(
-                f"{self._log.preemptions} requests were preempted and "
+                f"{self.log.preemptions} requests were preempted and "
                 f"{resident - step.decoding} finished before all that fit were admitted: give a "
                 "longer --output-len"
             )
@@ -268,43 +268,3 @@ class Engine:
         seconds = [step.seconds for step in steps]
         read = Pages.counted(self.scheduler).since(pages)
         return {"seconds": seconds, "batch": batches.pop(), **read}
-
-
-def start(task: dict[str, Any]) -> Engine:
-    """Start the engine that a task describes."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm.platforms import current_platform
-
-    args = dict(task["engine_args"])
-    if task["policy"] is None:
-        from vllm import LLM
-    else:
-        from vllm_pyramid import LLM
-
-        args["kv_policy"] = task["policy"]
-    if current_platform.is_cpu():
-        args.setdefault("enforce_eager", True)
-    return Engine(LLM(task["model"], **args), task["block_bytes"])
-
-
-def main() -> None:
-    """Run `python -m vllm_pyramid.tools.bench.engine`: do the tasks of standard input."""
-    engine: Engine | None = None
-    for task in read_tasks():
-        do = task.pop("do")
-        if do == "start":
-            engine = start(task)
-            say(done={"pool_blocks": engine.pool_blocks})
-            continue
-        assert engine is not None
-        methods: dict[str, Callable[..., Any]] = {
-            "reserve": engine.reserve,
-            "run": partial(engine.run, on_finish=lambda: say(progress=1)),
-            "fill": partial(engine.fill, on_prefill=lambda new: say(progress=new)),
-            "steps": engine.steps,
-        }
-        say(done=methods[do](**task))
-
-
-if __name__ == "__main__":
-    main()

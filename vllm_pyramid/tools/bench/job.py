@@ -32,11 +32,13 @@ class Variant:
         policy: a policy's name or file, `stock` or `stock-prefix-caching`.
         budget: as on the command line; None where nothing is evicted.
         cache_dtype: of the KV cache, as `--kv-cache-dtype` names it; None for the model's.
+        turn_mode: how recorded sessions go on; None where nothing is evicted.
     """
 
     policy: str
     budget: str | None
     cache_dtype: str | None = None
+    turn_mode: str | None = None
 
     @classmethod
     def parse(cls, text: str, budget: str | None) -> Variant:
@@ -51,7 +53,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        return self.name if self.budget is None else f"{self.name} {self.budget}"
+        return " ".join(filter(None, (self.name, self.budget, self.turn_mode)))
 
     @property
     def is_stock(self) -> bool:
@@ -76,9 +78,13 @@ def _memory(shape: Shape, variant: Variant) -> PolicyMemory | None:
 
 
 def variants_of(
-    policies: Sequence[str], budgets: Sequence[str], prompt_len: int, shape: Shape
+    policies: Sequence[str],
+    budgets: Sequence[str],
+    prompt_len: int,
+    shape: Shape,
+    turn_modes: Sequence[str | None] = (None,),
 ) -> list[Variant]:
-    """Return every policy with every budget; a policy that has none comes once.
+    """Return every policy with every budget and mode of turns; one without a budget comes once.
 
     Raises:
         ValueError: an unknown policy, a budget that it cannot have, or one that evicts nothing.
@@ -96,7 +102,7 @@ def variants_of(
             memory = _memory(shape, variant)
             assert memory is not None
             memory.check_budget(variant.label, prompt_len)
-            variants.append(variant)
+            variants += [replace(variant, turn_mode=mode) for mode in turn_modes]
     return variants
 
 

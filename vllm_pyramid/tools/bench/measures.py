@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_pyramid.tools.bench.agents import by_turn, replays, turns_table
 from vllm_pyramid.tools.bench.job import WARM_UP_SEED, Variant
 from vllm_pyramid.tools.bench.options import EngineOptions, Throughput
 from vllm_pyramid.tools.bench.prepare import Prepared
 from vllm_pyramid.tools.bench.processes import Engines
-from vllm_pyramid.tools.bench.report import Samples, make_rows, write
+from vllm_pyramid.tools.bench.report import Samples, make_rows, records, write
 from vllm_pyramid.tools.command_parts import Progress
 
 
@@ -24,12 +25,19 @@ def run_measure(measure: str, options: EngineOptions, prepared: Prepared, consol
         Progress(console, total) as progress,
         Engines(prepared, share=not steady, on_stage=progress.stage) as engines,
     ):
-        if steady:
+        if prepared.recording is not None:
+            samples = replays(prepared, engines, options.rounds, progress)
+        elif steady:
             samples = decode_windows(prepared, engines, options.repetitions, progress)
         else:
             samples = whole_jobs(prepared, engines, options.rounds, progress)
     about: dict[str, Any] = {"threads": prepared.threads, "baseline": prepared.variants[0].label}
     rows = make_rows(measure, prepared.job, prepared.variants, samples)
+    if prepared.recording is not None:
+        turns = by_turn(samples)
+        about["by_turn"] = records(turns)
+        turns.to_csv(options.out / f"{measure}-by-turn.csv", index=False)
+        print(turns_table(turns), end="\n\n")
     write(measure, options, rows, about)
 
 

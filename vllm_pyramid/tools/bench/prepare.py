@@ -14,9 +14,11 @@ from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.versions import runs_without_plugins
 from vllm_pyramid.policy.capabilities import Feature
+from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.tools.bench.job import STOCK_OFFLOADING, Job, Variant, variants_of
 from vllm_pyramid.tools.bench.options import Agents, EngineOptions, Prefix
-from vllm_pyramid.tools.bench.shapes import SHAPES, named_shape, shape_of_config, write_model
+from vllm_pyramid.tools.bench.recordings import Recording, read_recording
+from vllm_pyramid.tools.bench.shapes import SHAPES, Shape, named_shape, shape_of_config, write_model
 
 BUILT_IN = "built-in"
 
@@ -29,6 +31,7 @@ class Prepared:
         variants: the first one is the baseline.
         model: folder or name. random: whether its weights are made up.
         threads: of each engine; None where a GPU computes.
+        recording: what agents replay, if they do.
     """
 
     job: Job
@@ -36,6 +39,7 @@ class Prepared:
     model: str
     random: bool
     threads: int | None
+    recording: Recording | None = None
 
 
 def prepare(options: EngineOptions, folder: Path) -> Prepared:
@@ -62,26 +66,58 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
         model = str(model_path()) if options.model == BUILT_IN else options.model
         shape = shape_of_config(model)
     shape = shape.served_as(options.engine_args)
+    recording = _recording(options, model, shape)
     talks: dict[str, Any] = {}
     if isinstance(options, Prefix):
         names = ("turns", "shared_len", "concurrency", "resume")
         talks = {name: getattr(options, name) for name in names} | {"prefix_caching": True}
     if isinstance(options, Agents):
-        talks |= {"branches": options.branches, "host_cache": options.host_cache}
+        talks |= {"branches": options.branches, "host_cache": options.host_cache or None}
+    if recording is not None:
+        talks |= {"branches": recording.branches, "turns": recording.turns, "shared_len": 0}
     job = Job(
         shape=shape,
-        prompt_len=options.longest_prompt,
+        prompt_len=options.longest_prompt if recording is None else recording.longest_prompt,
         output_len=options.output_len,
-        num_prompts=options.num_prompts,
+        num_prompts=options.num_prompts if recording is None else len(recording.agents),
         pool_prompts=max(pool for pool, _ in options.rounds),
         engine_args=_with_one_attention(options.engine_args),
         kv_swap_space=options.kv_swap_space,
         **talks,
     )
-    variants = variants_of(options.policies, options.budgets, job.prompt_len, shape)
+    modes = options.turn_modes if recording and isinstance(options, Agents) else (None,)
+    variants = variants_of(options.policies, options.budgets, job.prompt_len, shape, modes)
     _check_variants(options, job, variants)
     threads = _threads(options.threads)
-    return Prepared(job, tuple(variants), model, random, threads)
+    return Prepared(job, tuple(variants), model, random, threads, recording)
+
+
+def _recording(options: EngineOptions, model: str, shape: Shape) -> Recording | None:
+    """Return the recorded sessions that the options name, as tokens of the model.
+
+    Raises:
+        ValueError: the file is wrong, the model has no chat template, or a prompt is too long.
+    """
+    if not isinstance(options, Agents) or options.file is None:
+        return None
+    of_others = options.model in SHAPES or options.model == BUILT_IN
+    given = options.model_fields_set
+    recording = read_recording(
+        options.file,
+        model,
+        "chatml" if options.chat_template is None and of_others else options.chat_template,
+        most_agents=options.num_prompts if "num_prompts" in given else None,
+        most_turns=options.turns if "turns" in given else None,
+        output_len=options.output_len,
+        own_answers=options.own_answers,
+    )
+    if (tokens := recording.longest_prompt + options.output_len) > shape.positions:
+        raise ValueError(
+            f"{options.file}: the longest prompt has {recording.longest_prompt} tokens, "
+            f"{tokens} with --output-len, and the model takes {shape.positions}: give --turns, or "
+            "--num-prompts"
+        )
+    return recording
 
 
 def _with_one_attention(engine_args: dict[str, Any]) -> dict[str, Any]:
@@ -116,10 +152,15 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
             "leave it out of --policies"
         )
     if offloads and job.host_cache is None:
-        raise ValueError(f"{STOCK_OFFLOADING} takes part in `bench agents` alone: leave it out")
-    for memory in filter(None, map(job.memory, variants) if job.resume else ()):
-        if (reason := memory.policy.why_not(Feature.KV_TURNS)) is not None:
-            raise ValueError(f"--resume and {memory.policy.name}: {reason}; leave out one of them")
+        raise ValueError(
+            f"{STOCK_OFFLOADING} takes part in `bench agents` alone, with --host-cache: leave it "
+            "out"
+        )
+    for variant in variants:
+        memory = job.memory(variant) if job.resume or variant.turn_mode == RESUME else None
+        if memory and (reason := memory.policy.why_not(Feature.KV_TURNS)) is not None:
+            flag = "--resume" if job.resume else f"--turn-modes {RESUME}"
+            raise ValueError(f"{flag} and {memory.policy.name}: {reason}; leave out one of them")
     if any(variant.is_stock for variant in variants) and not runs_without_plugins():
         raise ValueError(
             "this vLLM was built for CUDA and runs on this machine's CPU with vllm-pyramid's "

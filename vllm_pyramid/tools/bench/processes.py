@@ -69,7 +69,7 @@ class Engines:
         prepared, job, threads = self._prepared, self._job, self._prepared.threads
         environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         child = Child(
-            [sys.executable, "-m", "vllm_pyramid.tools.bench.engine"],
+            [sys.executable, "-m", "vllm_pyramid.tools.bench.tasks"],
             f"the engine {variant.name!r}",
             offline=Path(prepared.model).is_dir(),
             environment=environment | variant.environment,
@@ -105,7 +105,7 @@ class Engines:
         on_progress: Callable[[int], None] = lambda _: None,
         **arguments: Any,
     ) -> Any:
-        """Have a variant's process do something (see `engine.main`), and return its answer."""
+        """Have a variant's process do something (see `tasks.main`), and return its answer."""
         for message in self._children[self._key(variant)].ask({"do": do, **arguments}):
             if "done" in message:
                 return message["done"]

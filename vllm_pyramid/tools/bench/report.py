@@ -34,12 +34,17 @@ Samples = list[tuple[Variant, Sample]]
 # output_low ... decode_high: the smallest and the largest repetition.
 # ..._ratio: to the baseline, of rates or of median times: the median of the repetitions' ratios,
 # and the smallest and the largest.
-_KEYS = ["policy", "budget"]
+# turn_mode: how recorded sessions go on, if they do. requests_per_min: think times included.
+# agreement: of the tokens that the whole cache answers, those before the first that differs.
+_KEYS = ["policy", "budget", "turn_mode"]
 _JOB = ["prompt_len", "output_len", "num_prompts", "turns", "shared_len"]
 _CONDITIONS = ["pool_prompts"]
 _TIMES = [f"{metric}_p{percent}_ms" for metric in ("ttft", "tpot") for percent in PERCENTILES]
 _RATES = ["output_tokens_per_s", "decode_tokens_per_s", "decode_batch", "prefill_share"]
-_MEDIANS = [*_RATES, "read_share", "cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES]
+_MEDIANS = [
+    *(*_RATES, "requests_per_min", "agreement", "read_share"),
+    *("cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES),
+]
 _LARGEST = [
     *("resident_max", "before_queueing", "peak_blocks", "decode_blocks", "preemptions"),
 ]
@@ -65,14 +70,14 @@ def make_rows(
             sample has `pool_prompts`.
     """
     frame = pd.DataFrame(
-        [dict(zip(_KEYS, _identity(v), strict=True)) | sample for v, sample in samples],
+        [identity(v) | sample for v, sample in samples],
         columns=[*_KEYS, *_CONDITIONS, *_MEDIANS, *_LARGEST],
     )
     numbers = frame.columns[len(_KEYS) :]
     frame[numbers] = frame[numbers].astype(float)
     keys = [*_CONDITIONS, *_KEYS]
     frame["repetition"] = frame.groupby(keys, dropna=False).cumcount()
-    base = frame[(frame[_KEYS] == _identity(variants[0])).all(axis=1)]
+    base = frame[(frame[_KEYS] == [*identity(variants[0]).values()]).all(axis=1)]
     pairs = frame.merge(base, "left", [*_CONDITIONS, "repetition"], suffixes=("", "_base"))
     ratios = {f"{name}_ratio": column for name, column in _RATIOS.items()}
     for name, column in ratios.items():
@@ -87,8 +92,10 @@ def make_rows(
     return rows[_COLUMNS].astype(dict.fromkeys(_LARGEST, "Int64"))
 
 
-def _identity(variant: Variant) -> list[str]:
-    return [variant.name, variant.budget or "100%"]
+def identity(variant: Variant) -> dict[str, str]:
+    """Return the columns that name a variant."""
+    values = (variant.name, variant.budget or "100%", variant.turn_mode or "")
+    return dict(zip(_KEYS, values, strict=True))
 
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
@@ -100,8 +107,8 @@ def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
 def table(rows: pd.DataFrame) -> str:
     """Return the rows as text, a column for each variant (or scheduler) under each condition."""
     named = ["scheduler", *_KEYS, *_CONDITIONS, "layers", "requests"]
-    keys = [name for name in named if name in rows and rows[name].notna().any()]
-    shown = rows.set_index(keys).drop(columns="measure", errors="ignore")
+    keys = [name for name in named if name in rows and rows[name].replace("", None).notna().any()]
+    shown = rows.set_index(keys).drop(columns=["measure", "turn_mode"], errors="ignore")
     return shown.dropna(axis="columns", how="all").map(_number).T.to_string()
 
 

@@ -26,3 +26,26 @@ class Talk:
         """Return the conversation behind an answer, whose next turn is the first of `turns`."""
         ends = [*self.ends, len(self.prompt)]
         return Talk([*self.prompt, *answer, *turns[0]], turns[1:], [], ends)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a recorded agent, which is a list of these.
+
+    Attributes:
+        number: of its path from the agent's beginning, from 1.
+        before: the turn, of the agent's list, behind whose answer it is sent; None for a first one.
+        shared: tokens that its prompt has in common with the prompt of that turn.
+        rest: tokens behind those; with the engine's own answers, behind the answer to that prompt.
+        prompt_len: tokens of its prompt; with the engine's own answers, at most.
+        max_tokens: of its answer.
+        wait: seconds between the answer before it and the moment it is sent.
+    """
+
+    number: int
+    before: int | None
+    shared: int
+    rest: list[int]
+    prompt_len: int
+    max_tokens: int
+    wait: float
