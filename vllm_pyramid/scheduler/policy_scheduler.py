@@ -26,6 +26,7 @@ from vllm_pyramid.scheduler.host_tier import add_host_tier
 from vllm_pyramid.scheduler.pressure import Pressure
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
+from vllm_pyramid.scheduler.resumed_turns import ResumedTurns
 from vllm_pyramid.step.failures import METHOD, Failure
 
 logger = init_logger(f"vllm.{__name__}")
@@ -110,7 +111,10 @@ class PolicyScheduler:
             )
             self.hooks.append(self.pressure)
         self.chunks = Chunks(engine, coordinator, settings, admission, self.pressure)
-        self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed)
+        turns = ResumedTurns(
+            coordinator, self.chunks.least_before, finds_prefixes=finds_prefixes
+        )
+        self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed, turns)
         self.reports.log_capacity()
 
     def add(self, request: Request) -> None:
