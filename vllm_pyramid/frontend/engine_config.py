@@ -159,10 +159,11 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
     from vllm_pyramid.compat import page_server
 
     if page_server.is_server():
-        from vllm_pyramid.compat import request_bodies
+        from vllm_pyramid.compat import request_bodies, stream_reports
         from vllm_pyramid.frontend.request_bodies import check_body
 
         request_bodies.install(check_body)
+        stream_reports.install()
 
     if served.shadow is not None:
         _check_shadow(config, is_server=page_server.is_server())
@@ -268,10 +269,11 @@ def _check_chunks(config: VllmConfig, policy: Policy, min_last_chunk: int) -> No
 
 
 def _install_front_end() -> None:
-    from vllm_pyramid.compat import input_processor, output_processor, stats
+    from vllm_pyramid.compat import early_reports, input_processor, output_processor, stats
     from vllm_pyramid.frontend import metrics
     from vllm_pyramid.frontend.requests import PolicyRequestChecks
 
     input_processor.install(PolicyRequestChecks())
     output_processor.install()
+    early_reports.install()
     stats.install(metrics.observe)
