@@ -371,7 +371,7 @@ def test_what_stays_of_every_chat(random_model: Path, tmp_path: Path) -> None:
             ({"extra_body": {"vllm_xargs": {"kv_budget": 9}}}, None, "extra_body is an argument"),
             ({**beams, "vllm_xargs": {"kv_budget": 64}}, None, "not work with beam search"),
             ({**beams, "vllm_xargs": {"kv_budgt": 64}}, None, "'kv_budgt' does not work with beam"),
-            (beams, "a", "session 'a' in X-KV-Session does not work with beam search"),
+            (beams, "a", "'a' in X-KV-Session does not work with beam search"),
         ):
             headers = {"X-KV-Session": header} if header else {}
             with pytest.raises(openai.BadRequestError, match=reason):

@@ -213,6 +213,12 @@ def test_why_a_turn_resumed_no_more() -> None:
     assert say([*range(900, 940)], None)[1] is None, "no turn of a conversation"
     counts = engine.scheduler.pyramid.reports.policy_stats()["turns"]
     assert counts == {
-        **{"unknown": 1, "resumed": 1, "settings": 1, "differs": 2, "exact": 1},
-        **{"short": 1, "unevicted": 1, "missing": 5},
+        "unknown": 1,
+        "resumed": 1,
+        "settings": 1,
+        "differs": 2,
+        "exact": 1,
+        "short": 1,
+        "unevicted": 1,
+        "missing": 5,
     }

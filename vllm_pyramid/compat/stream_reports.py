@@ -6,8 +6,8 @@ Target: `OpenAIServingChat.chat_completion_stream_generator`,
 (vLLM 0.33) or `.message_stream_converter` (0.32). Why: vLLM's chunks have no place for it; its
 `/v1/responses` has. Remove when streams carry `kv_transfer_params`.
 
-Chats and completions carry it in the last chunk before `[DONE]`, messages in `message_delta`, beside
-the usage. A chunk is held back only when the engine has ended the request, so no token waits.
+Chats and completions carry it in the last chunk before `[DONE]`, messages in `message_delta`,
+beside the usage. A chunk is held back only when the engine has ended the request: no token waits.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def _of_messages(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
-async def _watched(items: AsyncIterator[Any], take: Callable[[Any], None]) -> AsyncGenerator[Any, None]:
+async def _watched(
+    items: AsyncIterator[Any], take: Callable[[Any], None]
+) -> AsyncGenerator[Any, None]:
     """Pass items on, each of which `take` sees first; close what they come from at the end."""
     try:
         async for item in items:

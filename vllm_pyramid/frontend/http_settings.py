@@ -58,7 +58,7 @@ _CURRENT: ContextVar[HttpSettings | None] = ContextVar("vllm_pyramid_http", defa
 
 
 def current() -> HttpSettings | None:
-    """Return the settings of the HTTP request that the running task answers; None if there is none."""
+    """Return the settings of the HTTP request that the running task answers; None without one."""
     return _CURRENT.get()
 
 
@@ -74,7 +74,9 @@ class SettingsInHeaders:
     ) -> None:
         self._app = app
         self._sources = {
-            header: source for source in session_from for header in HEADERS_OF.get(source, (source,))
+            header: source
+            for source in session_from
+            for header in HEADERS_OF.get(source, (source,))
         }
         self._api_keys = frozenset(api_keys) if len(api_keys) > 1 else frozenset()
 

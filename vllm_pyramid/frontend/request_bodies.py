@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse settings in an HTTP body that would have no effect there, and read what names a session."""
+"""Refuse settings in an HTTP body that would have no effect, and read what names a session."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 from vllm.exceptions import VLLMValidationError
 
 from vllm_pyramid.compat.request_bodies import Body

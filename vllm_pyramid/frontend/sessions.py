@@ -3,8 +3,8 @@
 
 A client that names its session carries no numbers: the front end puts `kv_turns` into the request.
 A turn is known by a hash of the prompt up to its end, so that a prompt which branches off or was
-edited resumes the longest turn that it still begins with. No token is kept. Where a prompt continues
-none, or an earlier one, it is told why (`Found.why`).
+edited resumes the longest turn that it still begins with. No token is kept. A prompt that continues
+none, or an earlier one, is told why (`Found.why`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from vllm_pyramid.policy.capabilities import Feature, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request_keys import EXACT, RESUME, parse_turn_mode
-from vllm_pyramid.policy.session_sources import parse_session_from
 from vllm_pyramid.policy.served_settings import (
     DEFAULT_SESSION_TTL,
     NO_POLICY,
@@ -42,6 +41,7 @@ from vllm_pyramid.policy.served_settings import (
     ServedSettings,
     asks_for_policy,
 )
+from vllm_pyramid.policy.session_sources import parse_session_from
 
 CONFIG_KEYS = (
     "kv_policy",

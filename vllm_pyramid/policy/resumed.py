@@ -18,9 +18,7 @@ UNKNOWN, DIFFERS, SETTINGS = "unknown", "differs", "settings"
 RESUMED, EXACT_MODE, UNEVICTED = "resumed", "exact", "unevicted"
 SHORT, MISSING, UNCACHED = "short", "missing", "uncached"
 # Labels of the counter, in the order of the documentation.
-REASONS = (
-    *(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, UNEVICTED, SHORT, MISSING, UNCACHED),
-)
+REASONS = (*(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, UNEVICTED, SHORT, MISSING, UNCACHED),)
 
 
 def words_of(why: Sequence[str | int], prompt_len: int) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report on requests with stop strings before they end.
 
-The front end finds a stop string and answers at once; the scheduler only learns that the request was
-aborted. So the report travels with the first token, and again with each later eviction.
+The front end finds a stop string and answers at once; the scheduler only learns that the request
+was aborted. So the report travels with the first token, and again with each later eviction.
 """
 
 from __future__ import annotations

@@ -112,9 +112,7 @@ class PolicyScheduler:
             )
             self.hooks.append(self.pressure)
         self.chunks = Chunks(engine, coordinator, settings, admission, self.pressure)
-        turns = ResumedTurns(
-            coordinator, self.chunks.least_before, finds_prefixes=finds_prefixes
-        )
+        turns = ResumedTurns(coordinator, self.chunks.least_before, finds_prefixes=finds_prefixes)
         self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed, turns)
         self.reports.log_capacity()
         self.early = EarlyReports(coordinator, self.reports)
