@@ -24,6 +24,7 @@ KEYS = ("the-key-of-one", "the-key-of-another")
 FLAGS = (
     *("--kv-policy", "auto", "--kv-budget", "12%", "--kv-keep", "template", "--enforce-eager"),
     *("--max-model-len", "8192", "--enable-prompt-tokens-details", "--api-key", *KEYS),
+    *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 << 20)),
     *("--kv-session-from", "session_id,x-claude-code-session-id,prompt_cache_key"),
 )
 ENDPOINTS = ("chat", "completions", "messages", "responses")
