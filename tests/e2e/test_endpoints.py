@@ -29,6 +29,8 @@ FLAGS = (
 )
 ENDPOINTS = ("chat", "completions", "messages", "responses")
 PATHS = {"chat": "chat/completions"}
+# What Anthropic's usage has of a prompt, in parts.
+PROMPT = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,8 @@ class Client:
         if self.endpoint == "messages":
             text = "".join(block.get("text", "") for block in data["content"])
             cached = usage.get("cache_read_input_tokens", 0)
-            return Answer(text, report, usage["input_tokens"] + cached, cached, data["id"])
+            prompt = sum(usage.get(name, 0) for name in PROMPT)
+            return Answer(text, report, prompt, cached, data["id"])
         if self.endpoint == "responses":
             parts = [part for item in data["output"] for part in item["content"]]
             cached = usage["input_tokens_details"]["cached_tokens"]
