@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
+from vllm.exceptions import VLLMValidationError
+
 from vllm_pyramid.policy.session_sources import BODY_NAMES, SESSION_ID
 
 _REQUESTS = (
@@ -73,13 +75,13 @@ def _check_messages(check: BodyCheck) -> None:
 
     @functools.wraps(original)
     async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
-        if raw_request is not None:
-            body = await raw_request.json()  # parsed before, and remembered by the request
-            try:
+        try:
+            if raw_request is not None:
+                body = await raw_request.json()  # parsed before, and remembered by the request
                 check(Body({key: body[key] for key in body.keys() - known}, {}, {}))
-            except ValueError as error:
-                return self.create_error_response(error)
-        return await original(self, request, raw_request)
+            return await original(self, request, raw_request)
+        except VLLMValidationError as error:  # vLLM would log it with its traceback
+            return self.create_error_response(error)
 
     Messages.create_messages = create_messages  # type: ignore[method-assign]
     Messages._vllm_pyramid_bodies = True  # type: ignore[attr-defined]

@@ -260,7 +260,7 @@ class Reports:
             **totals,
             **self._failed.totals(),
             **self._constants,
-            "turns": dict(self._turns.counts),
+            **({"turns": dict(self._turns.counts)} if self._turns.counts else {}),
             "evictions": counters.num_evictions,
             "tokens_evicted": layout.means(counters.tokens_evicted),
             "blocks_freed": layout.sums(counters.blocks_freed),
