@@ -320,6 +320,9 @@ def test_turns_of_a_named_session_are_those_of_carried_turns(
         carried = turn(server, tokens, "carried", kv_turns=turns, **settings)
         answer, cached, report = turn(server, tokens, "named", kv_session="talk", **settings)
         assert report.pop("kv_session") == "talk"
+        # Of another prompt the server only knows where turns are named.
+        said, of_carried = report.pop("resumed"), carried[2].pop("resumed")
+        assert {**said, "because": ""} == {**of_carried, "because": ""}
         assert (answer, cached, report) == carried
         assert report["kv_turns"] == [*turns, len(tokens)]
         return answer

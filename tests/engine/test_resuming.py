@@ -156,6 +156,8 @@ def test_drafts_of_a_model(
         outcomes = talk(engine, random_prompts(SAID, seed=8), ANSWER, look)
         accepted[name] = count["accepted"]
         resumed = [outcome.report.pop("resumed_tokens") for outcome in outcomes]
+        said = [outcome.report.pop("resumed")["tokens"] for outcome in outcomes]
+        assert said == resumed
         for turn, tokens in zip(outcomes, resumed[1:], strict=False):
             # The answer's last token may have been a draft, which is computed, too.
             whole = {(len(turn.job.prompt) + ANSWER - 1 + i) // BLOCK * BLOCK for i in (0, 1)}

@@ -34,7 +34,7 @@ def test_replicas_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
 
     handler = Lines(logging.INFO)
     one, two = 100, 101  # no engine of another test
-    served = {"pool_blocks": 99, "policy": ["snapkv", "12%"]}
+    served = {"pool_blocks": 99, "policy": ["snapkv", "12%"], "turns": {"resumed": 3, "differs": 1}}
     steps = [
         (one, None, {**_totals(1, [2, 3], [4, 4]), **served}),
         (two, None, _totals(5, [6, 7], [1, 0])),

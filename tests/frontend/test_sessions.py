@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,11 @@ from vllm.sampling_params import SamplingParams
 
 from tests.frontend.test_overrides import served
 from vllm_pyramid.frontend import sessions as module
-from vllm_pyramid.frontend.follow_sessions import SessionHeader, sessions_of
+from vllm_pyramid.frontend.follow_sessions import sessions_of
 from vllm_pyramid.frontend.requests import PolicyRequestChecks
 from vllm_pyramid.frontend.sessions import NO_TENANT, Prompt, Sessions
 from vllm_pyramid.policy.limits import MAX_SESSION_NAME, MAX_TURNS
+from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 
 pytestmark = pytest.mark.cpu
@@ -38,8 +38,16 @@ def say(known: Sessions, name: str, tokens: list[int], salt: str | None = None, 
     """Send a prompt in a session; the turns that it resumes."""
     key, prompt = known.key(name, salt), Prompt(tokens, **how)
     found = known.find(key, prompt)
-    known.record(key, len(tokens), found)
+    known.record(key, prompt, found)
     return list(found.turns)
+
+
+def why(known: Sessions, name: str, tokens: list[int], salt: str | None = None, **how: Any) -> Any:
+    """Send a prompt in a session; why it does not continue the last turn."""
+    key, prompt = known.key(name, salt), Prompt(tokens, **how)
+    found = known.find(key, prompt)
+    known.record(key, prompt, found)
+    return found.why
 
 
 def test_a_prompt_resumes_the_longest_turn_that_it_begins_with() -> None:
@@ -73,6 +81,34 @@ def test_images_and_adapters_are_part_of_a_turn() -> None:
     assert say(known, "a", SECOND, inputs=((10, "cat"), (500, "dog"))) == [400]
     assert say(known, "a", THIRD, inputs=((10, "cat"), (500, "cat"))) == [400]
     assert say(known, "a", THIRD, adapter="poet", inputs=((10, "cat"),)) == []
+
+
+def test_a_prompt_is_told_where_it_leaves_the_last_turn() -> None:
+    known = Sessions(60)
+    assert why(known, "a", SECOND) == ("unknown",)
+    assert why(known, "a", THIRD) == () == why(known, "a", THIRD), "continued, and sent again"
+    assert why(known, "a", THIRD, "salt") == ("unknown",)
+    changed = [*THIRD[:12], 5, *THIRD[13:], *THIRD]
+    assert why(known, "a", changed) == ("differs", 0, 32, 900)
+    late = [*changed[:-1], 1]
+    assert why(known, "a", late) == ("differs", 1792, 1800, 1800), "in what is no whole range"
+    assert why(known, "a", late[:500]) == ("differs", 500, 500, 1800), "it ends before it differs"
+    assert why(known, "a", [*late, 1]) == (), "another branch, to its end"
+    assert why(known, "a", [*FIRST, *[3] * 2000]) == ("differs", 0, 32, 1801)
+    assert why(known, "c", THIRD) == ("unknown",)
+    assert why(known, "c", [*THIRD[:700], *[3] * 2000]) == ("differs", 672, 704, 900)
+    assert why(known, "b", FIRST, inputs=((10, "cat"),)) == ("unknown",)
+    assert why(known, "b", SECOND, inputs=((10, "dog"),)) == ("differs", 0, 32, 400)
+    assert why(known, "b", SECOND, inputs=((10, "dog"),), adapter="poet")[:2] == ("differs", 0)
+
+
+def test_a_session_keeps_few_numbers_of_a_long_prompt() -> None:
+    known, long = Sessions(60), list(range(100_000))
+    why(known, "a", long)
+    (session,) = known._sessions.values()
+    assert session.last is not None and session.last.marks.nbytes <= 4096
+    long[70_000] = 1
+    assert why(known, "a", long) == ("differs", 69_888, 70_144, 100_000)
 
 
 def test_salts_are_tenants_and_the_list_has_no_salt() -> None:
@@ -206,6 +242,22 @@ def test_the_front_end_adds_the_turns() -> None:
     assert "kv_turns" not in front.ask(FIRST, {"other": 1}).sampling_params.extra_args
 
 
+def test_the_front_end_says_why_a_turn_does_not_continue_the_last() -> None:
+    front, named = Front(), {"kv_session": "a"}
+
+    def said(tokens: list[int], **extra: Any) -> Any:
+        return front.ask(tokens, {**named, **extra}).sampling_params.extra_args.get(WHY_KEY)
+
+    assert said(FIRST) == ["unknown"]
+    assert said(SECOND) is None
+    assert said(THIRD, kv_budget="40%") == ["settings"]
+    assert said([*THIRD, 1], kv_budget="40%") is None
+    assert said([*THIRD, 1, 2], kv_turn_mode="exact", kv_budget="40%") == ["settings"]
+    assert said([1, *THIRD]) == ["differs", 0, 32, 902]
+    with pytest.raises(VLLMValidationError, match="vllm_pyramid_why cannot be set by requests"):
+        said(FIRST, **{WHY_KEY: ["unknown"]})
+
+
 def test_a_request_that_is_refused_is_no_turn() -> None:
     front = Front(kv_max_request_budget="25%")
     assert front.turns(FIRST, {"kv_session": "a"}) == []
@@ -260,30 +312,3 @@ def test_replicas_and_several_front_ends() -> None:
         Front({**one, "_api_process_count": 4}).ask(FIRST, {"kv_session": "a"})
     with pytest.raises(VLLMValidationError, match="front ends of their own"):
         Front({**one, "local_engines_only": True}).ask(FIRST, {"kv_session": "a"})
-
-
-def test_the_header_names_a_session() -> None:
-    front = Front()
-
-    def ask(header: str | None, extra: dict[str, Any]) -> Any:
-        sent: list[Any] = []
-
-        async def endpoint(scope: Any, receive: Any, send: Any) -> None:
-            sent.append(front.ask(FIRST, extra).sampling_params.extra_args)
-
-        headers = [] if header is None else [(b"x-kv-session", header.encode("latin-1"))]
-        scope = {"type": "http", "headers": headers}
-        asyncio.run(SessionHeader(endpoint)(scope, None, None))
-        return sent[0]
-
-    assert ask("a", {"other": 1}) == {"other": 1, "kv_session": "a", "kv_turns": []}
-    assert ask("a", {"kv_session": "a"}) == {"kv_session": "a", "kv_turns": []}
-    assert ask(None, {"other": 1}) == {"other": 1}
-    for header, extra, message in (
-        ("a", {"kv_session": "b"}, "names two sessions, 'a' in X-KV-Session and 'b'"),
-        ("a", {"kv_turns": []}, "both kv_session and kv_turns"),
-        ("\xe9", {}, "a name of 1 to 128"),
-        ("", {}, "a name of 1 to 128"),
-    ):
-        with pytest.raises(VLLMValidationError, match=message):
-            ask(header, extra)

@@ -138,6 +138,7 @@ def test_what_was_found_is_reported_to_its_tenant(reports_cached: bool, salt: st
         return list(request.all_token_ids)
 
     said = say("first", list(range(100, 140)), [], salt)
+    assert engine.scheduler.pyramid.reports.policy_stats()["turns"] == {"unknown": 1}
     later = [*said, *range(200, 230)]
     say("stranger", later, [40], "another tenant's")
     assert reports["stranger"]["resumed_tokens"] == 0, "a salt hides the sessions of others"
@@ -146,6 +147,78 @@ def test_what_was_found_is_reported_to_its_tenant(reports_cached: bool, salt: st
     assert engine.worker.num_resumed == 1
     if salt is None and not reports_cached:
         assert "resumed_tokens" not in report and "resumed_tokens" not in reports["first"]
+        assert "resumed" not in report
     else:
         assert report["resumed_tokens"] >= 40
+        assert report["resumed"] == {"tokens": report["resumed_tokens"], "from": "session"}
+        assert "no earlier turn is known" in reports["first"]["resumed"]["because"]
+        stranger = reports["stranger"]["resumed"]
+        assert stranger["tokens"] == 0 and "at token 40 is not there" in stranger["because"]
     assert report["kv_turns"] == [40, len(later)]
+    counts = engine.scheduler.pyramid.reports.policy_stats()["turns"]
+    assert counts == {"unknown": 1, "missing": 1, "resumed": 1}
+
+
+def test_why_a_turn_resumed_no_more() -> None:
+    """Each reason that the scheduler finds, and those of the front end that it passes on."""
+    engine = Engine(policy="snapkv", budget=24, prefix_caching=True)
+    found: dict[str, Any] = {}
+    report_of = engine.scheduler.report_of
+
+    def noted(request: Request) -> dict[str, Any]:
+        report = report_of(request)
+        found[request.request_id] = report.get("resumed")
+        return report
+
+    engine.scheduler.report_of = noted  # type: ignore[method-assign]
+
+    def say(tokens: list[int], turns: list[int] | None, *why: Any, **extra: Any) -> Any:
+        name = f"r{len(found)}"
+        settings = {**extra, **({"vllm_pyramid_why": list(why)} if why else {})}
+        settings |= {} if turns is None else {"kv_turns": turns}
+        request = make_request(name, tokens, 6, settings, hash_block_size=4)
+        engine.scheduler.add_request(request)
+        while engine.scheduler.requests:
+            engine.step()
+        return list(request.all_token_ids), found[name]
+
+    first = list(range(100, 140))
+    said, resumed = say(first, [], "unknown")
+    assert resumed["tokens"] == 0 and resumed["from"] is None
+    assert "no earlier turn is known" in resumed["because"]
+    more = list(range(200, 230))
+    _, resumed = say([*said, *more], [40], "settings")
+    assert resumed == {"tokens": resumed["tokens"], "from": "session"}, "found nevertheless"
+    assert resumed["tokens"] >= 40
+    _, resumed = say([*said, *more, 1], [40], "settings", kv_budget=30)
+    assert resumed["from"] == "prefix" and "another policy, budget" in resumed["because"]
+    _, resumed = say([*first, *more], [40], "differs", 32, 64, 46)
+    assert resumed["tokens"] >= 40 and resumed["from"] == "session"
+    assert "of 70 tokens, first differs between tokens 32 and 64" in resumed["because"]
+    _, resumed = say([*first[:-1], 1, *more], [], "differs", 40, 40, 76)
+    assert resumed["from"] == "prefix"
+    assert "ends at token 40, inside the session's last turn" in resumed["because"]
+    _, resumed = say([*said, *more, 2], [40], kv_turn_mode="exact")
+    assert resumed["from"] == "prefix" and "kv_turn_mode is exact" in resumed["because"]
+    _, resumed = say([*first, 5, 6], [40])
+    assert "has 2 tokens behind the turn before, and the last 6" in resumed["because"]
+    _, resumed = say([*range(300, 370)], [20])
+    assert resumed["tokens"] == 0 and "no earlier turn has evicted" in resumed["because"]
+    _, resumed = say([*range(400, 470)], [45])
+    assert resumed["tokens"] == 0 and "at token 45 is not there" in resumed["because"]
+    wrongs: list[tuple[Any, ...]] = [("differs", 1), ("differs", "x", 1, 2), ("nonsense",), (5,)]
+    for at, wrong in enumerate(wrongs, 5):
+        tokens = list(range(100 * at, 100 * at + 70))
+        assert "at token 45" in say(tokens, [45], *wrong)[1]["because"], wrong
+    assert say([*range(900, 940)], None)[1] is None, "no turn of a conversation"
+    counts = engine.scheduler.pyramid.reports.policy_stats()["turns"]
+    assert counts == {
+        "unknown": 1,
+        "resumed": 1,
+        "settings": 1,
+        "differs": 2,
+        "exact": 1,
+        "short": 1,
+        "unevicted": 1,
+        "missing": 5,
+    }

@@ -26,9 +26,18 @@ input_processor
     requests.
 request_bodies
     Target: CompletionRequest, ChatCompletionRequest, ResponsesRequest: .to_sampling_params,
-    .to_beam_search_params.
-    Why: a setting that would have no effect must be answered with status 400. Remove when plugins
-    can validate bodies.
+    .to_beam_search_params; AnthropicServingMessages.create_messages.
+    Why: a setting that would have no effect must be answered with status 400; `prompt_cache_key`
+    may name a session. Remove when plugins can validate bodies.
+stream_reports
+    Target: OpenAIServingChat.chat_completion_stream_generator,
+    OpenAIServingCompletion.completion_stream_generator; AnthropicServingMessages: the former, or
+    .message_stream_converter.
+    Why: the last chunk of a stream carries the report. Remove when streams have
+    `kv_transfer_params`.
+early_reports
+    Target: RequestState.make_request_output.
+    Why: the report of an answer that a stop string ends. Remove when the engine core finds these.
 chat_renderer
     Target: HfRenderer.__init__, .warmup, .render_messages, .render_messages_async, ._wants_offsets,
     ._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout.

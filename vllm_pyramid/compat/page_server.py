@@ -86,15 +86,15 @@ def is_authorized(app: Any, headers: Any) -> bool:
     """Return whether a request has one of the server's API keys; True where it has none."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    keys = _keys_of(app.state.args)
+    keys = api_keys_of(app)
     return not keys or AuthenticationMiddleware(app, keys).verify_token(headers)
 
 
-def _keys_of(args: Namespace) -> list[str]:
+def api_keys_of(app: Any) -> list[str]:
     """Return the API keys of a server."""
     from vllm import envs
 
-    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    return [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
 
 
 def input_processor_of(engine_client: Any) -> Any:

@@ -2,8 +2,10 @@
 """Check the bodies of HTTP requests where vLLM makes parameters of them.
 
 Target: `to_sampling_params` and `to_beam_search_params` of the requests of completions, chats and
-responses. Why: vLLM ignores unknown keys of a body, so a setting at the wrong place does nothing;
-beam search leaves `vllm_xargs` out. Remove when plugins can validate bodies.
+responses; `AnthropicServingMessages.create_messages`, whose requests do not remember the keys that
+vLLM does not know. Why: vLLM ignores unknown keys of a body, so a setting at the wrong place does
+nothing; beam search leaves `vllm_xargs` out; `prompt_cache_key` reaches no engine. Remove when
+plugins can validate bodies.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from vllm.exceptions import VLLMValidationError
+
+from vllm_pyramid.policy.session_sources import BODY_NAMES, SESSION_ID
 
 _REQUESTS = (
     ("completion", "CompletionRequest"),
@@ -20,9 +26,24 @@ _REQUESTS = (
 )
 _SAMPLING, _BEAMS = "to_sampling_params", "to_beam_search_params"
 
-# Called with the keys that vLLM does not know, the body's `vllm_xargs`, and whether it asks for
-# beam search. Raises VLLMValidationError, which is answered with status 400.
-BodyCheck: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any], bool], None]
+
+class Body(NamedTuple):
+    """What a check sees of an HTTP body.
+
+    Attributes:
+        unknown: keys that vLLM does not know. xargs: its `vllm_xargs`.
+        names: values of the keys that may name a session, where it has them.
+        beams: whether it asks for beam search.
+    """
+
+    unknown: Mapping[str, Any]
+    xargs: Mapping[str, Any]
+    names: Mapping[str, Any]
+    beams: bool = False
+
+
+# Raises VLLMValidationError, which is answered with status 400.
+BodyCheck: TypeAlias = Callable[[Body], None]
 
 
 def install(check: BodyCheck) -> None:
@@ -40,12 +61,39 @@ def install(check: BodyCheck) -> None:
         if hasattr(request, _BEAMS):
             setattr(request, _BEAMS, _checked(getattr(request, _BEAMS), check, beams=True))
         request._vllm_pyramid = True
+    _check_messages(check)
+
+
+def _check_messages(check: BodyCheck) -> None:
+    """Call `check` for each body of `/v1/messages`; its `vllm_xargs` are checked as a chat's."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
+
+    if getattr(Messages, "_vllm_pyramid_bodies", False):
+        return
+    original, known = Messages.create_messages, AnthropicMessagesRequest.model_fields.keys()
+
+    @functools.wraps(original)
+    async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
+        try:
+            if raw_request is not None:
+                body = await raw_request.json()  # parsed before, and remembered by the request
+                check(Body({key: body[key] for key in body.keys() - known}, {}, {}))
+            return await original(self, request, raw_request)
+        except VLLMValidationError as error:  # vLLM would log it with its traceback
+            return self.create_error_response(error)
+
+    Messages.create_messages = create_messages  # type: ignore[method-assign]
+    Messages._vllm_pyramid_bodies = True  # type: ignore[attr-defined]
 
 
 def _checked(original: Callable[..., Any], check: BodyCheck, *, beams: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check(self.model_extra or {}, getattr(self, "vllm_xargs", None) or {}, beams)
+        unknown, xargs = self.model_extra or {}, getattr(self, "vllm_xargs", None) or {}
+        names = {name: getattr(self, name, None) or unknown.get(name) for name in BODY_NAMES}
+        names[SESSION_ID] = names[SESSION_ID] or xargs.get(SESSION_ID)  # vLLM reads it there, too
+        check(Body(unknown, xargs, names, beams))
         return original(self, *args, **kwargs)
 
     return checked

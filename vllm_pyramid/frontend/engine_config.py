@@ -22,6 +22,7 @@ from vllm_pyramid.compat.input_processor import api_servers
 from vllm_pyramid.compat.step_limits import step_limits
 from vllm_pyramid.frontend import features
 from vllm_pyramid.frontend.backends import take_backend, take_cpu_backend, take_draft_backend
+from vllm_pyramid.frontend.follow_sessions import why_no_sessions
 from vllm_pyramid.frontend.gpu_runs import warn_unless_run
 from vllm_pyramid.frontend.graphs import check_graphs
 from vllm_pyramid.frontend.layer_kinds import has_states
@@ -29,6 +30,7 @@ from vllm_pyramid.frontend.refusals import EVERY_POLICY
 from vllm_pyramid.frontend.settings import KVSettings, without_ours
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.policy.capabilities import Feature, Used, asked, refuse, why_not
+from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -120,6 +122,8 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
     policy, used = served.policy, {**of_args, **features.of_config(config)}
     refuse(policy, used, EVERY_POLICY)
     served = replace(served, why_no_turns=why_no_turns(used, served))
+    if served.session_from:
+        _check_sessions(config, served)
     if served.keep_template is not None:
         from vllm_pyramid.compat import chat_renderer
         from vllm_pyramid.frontend.chat_template import TemplateSpans
@@ -155,10 +159,11 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
     from vllm_pyramid.compat import page_server
 
     if page_server.is_server():
-        from vllm_pyramid.compat import request_bodies
+        from vllm_pyramid.compat import request_bodies, stream_reports
         from vllm_pyramid.frontend.request_bodies import check_body
 
         request_bodies.install(check_body)
+        stream_reports.install()
 
     if served.shadow is not None:
         _check_shadow(config, is_server=page_server.is_server())
@@ -181,6 +186,15 @@ def _on_ranks(policy: Policy, config: VllmConfig) -> Policy:
     ranks = num_kv_heads // config.model_config.get_num_kv_heads(config.parallel_config)
     heads = policy.heads.on_ranks(policy, ranks, num_kv_heads)
     return policy.model_copy(update={"heads": heads.model_dump()})
+
+
+def _check_sessions(config: VllmConfig, served: ServedSettings) -> None:
+    """Raise ValueError unless requests can have the sessions that --kv-session-from gives them."""
+    reason = why_no_sessions(config.parallel_config)
+    if reason is None and served.turn_mode == RESUME:
+        reason = served.why_no_turns
+    if reason is not None:
+        raise ValueError(f"--kv-session-from does not work here: {reason}; leave it out")
 
 
 def _check_shadow(config: VllmConfig, *, is_server: bool) -> None:
@@ -255,10 +269,11 @@ def _check_chunks(config: VllmConfig, policy: Policy, min_last_chunk: int) -> No
 
 
 def _install_front_end() -> None:
-    from vllm_pyramid.compat import input_processor, output_processor, stats
+    from vllm_pyramid.compat import early_reports, input_processor, output_processor, stats
     from vllm_pyramid.frontend import metrics
     from vllm_pyramid.frontend.requests import PolicyRequestChecks
 
     input_processor.install(PolicyRequestChecks())
     output_processor.install()
+    early_reports.install()
     stats.install(metrics.observe)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vllm_pyramid.frontend.settings import PAGE_KEY, REPORT_KEY, KVSettings
+from vllm_pyramid.frontend.settings import PAGE_KEY, REPORT_KEY, SESSION_KEY, KVSettings
 from vllm_pyramid.policy.overrides import OVERRIDES
 from vllm_pyramid.policy.served_settings import asks_for_policy
 
@@ -107,6 +107,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "P%%",
         "help": "With --kv-shadow: an application (kv_application) of whose answers fewer tokens "
         "agree runs with policy 'full' until they do again. Default: none does.",
+    },
+    SESSION_KEY: {
+        "metavar": "NAME,NAME,...",
+        "help": "What names a request's session besides kv_session, the first that it has: "
+        "session_id for vLLM's own (the body's key, or X-Session-ID), prompt_cache_key for the "
+        "body's, or a header such as x-claude-code-session-id. Default: nothing.",
     },
     PAGE_KEY: {
         "action": "store_true",

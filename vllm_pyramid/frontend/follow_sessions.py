@@ -1,72 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put the turns of a named session (`kv_session`) into a request, as if its client had sent them.
 
-A request names its session in `vllm_xargs` or with the header `X-KV-Session`. Its `kv_turns` are
+A request names its session in `vllm_xargs` or in a header (`http_settings.py`). Its `kv_turns` are
 known when its prompt has been tokenised, and travel to the scheduler as a client's own would.
 """
 
 from __future__ import annotations
 
 import copy
-from contextvars import ContextVar
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from vllm_pyramid.compat.input_processor import api_servers
+from vllm_pyramid.frontend.http_settings import current
 from vllm_pyramid.frontend.sessions import Found, Key, Prompt, Sessions
-from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.request import ServedRequest, check_request
+from vllm_pyramid.policy.resumed import SETTINGS, WHY_KEY
 from vllm_pyramid.policy.served_settings import DEFAULT_SESSION_TTL, ServedSettings
 
 if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
 
-HEADER = "x-kv-session"
-# The header of the HTTP request that the running task answers (`SessionHeader`).
-_HEADER: ContextVar[str | None] = ContextVar("vllm_pyramid_session", default=None)
 _SESSIONS: WeakKeyDictionary[InputProcessor, Sessions] = WeakKeyDictionary()
-
-
-class SessionHeader:
-    """ASGI middleware that remembers the header for the checks of the request's prompts."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request."""
-        headers = scope.get("headers", ()) if scope["type"] == "http" else ()
-        name = next((value for key, value in headers if key == HEADER.encode()), None)
-        token = _HEADER.set(None if name is None else name.decode("latin-1"))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            _HEADER.reset(token)
-
-
-def header_session() -> str | None:
-    """Return the session that the header of the running task's request names; None without one."""
-    return _HEADER.get()
-
-
-def with_header(params: Any) -> Any:
-    """Return a request's parameters with the session that its header names.
-
-    Raises:
-        ValueError: `vllm_xargs` names another one.
-    """
-    name = header_session()
-    if name is None:
-        return params
-    extra = params.extra_args or {}
-    if extra.get("kv_session") not in (None, name):
-        raise ValueError(
-            f"the request names two sessions, {quoted(name)} in X-KV-Session and "
-            f"{quoted(extra['kv_session'])} in kv_session: leave one of them out"
-        )
-    params = copy.copy(params)  # the object may be the client's
-    params.extra_args = {**extra, "kv_session": name}
-    return params
 
 
 def sessions_of(processor: InputProcessor) -> Sessions | None:
@@ -79,13 +35,15 @@ class FollowedTurn(NamedTuple):
 
     Attributes:
         served: how the request is served, its turns included.
-        key: of the session. length: tokens of the prompt. found: what the session knew of it.
+        key: of the session. found: what the session knew of the prompt.
+        terms: what its cache depends on apart from the tokens.
     """
 
     served: ServedRequest
     key: Key
-    length: int
+    prompt: Prompt
     found: Found
+    terms: bytes
 
 
 class SessionFollower:
@@ -115,7 +73,7 @@ class SessionFollower:
         parallel = getattr(processor.vllm_config, "parallel_config", None)
         if parallel is None:
             return cls(settings, sessions)
-        return cls(settings, sessions, parallel.data_parallel_size, _why_none(parallel))
+        return cls(settings, sessions, parallel.data_parallel_size, why_no_sessions(parallel))
 
     def begin(self, params: Any) -> Any:
         """Return parameters that can be checked before the prompt is known: turns, still empty.
@@ -154,7 +112,9 @@ class SessionFollower:
                 "kv_session finds turns by their tokens, and the prompt is given as embeddings: "
                 "send kv_turns"
             )
-        key = self._sessions.key(name, request.cache_salt)
+        http = current()
+        client = "" if http is None else http.client
+        key = self._sessions.key(name, request.cache_salt, client)
         prompt = Prompt(
             request.prompt_token_ids,
             tuple((part.mm_position.offset, part.identifier) for part in request.mm_features or ()),
@@ -165,16 +125,28 @@ class SessionFollower:
         params.extra_args = {**params.extra_args, "kv_turns": list(found.turns)}
         reason, mode = settings.why_no_turns, settings.turn_mode
         served = check_request(settings.policy, params, reason, mode)
+        terms = _terms_of(served)
+        why = found.why or ((SETTINGS,) if found.terms not in (None, terms) else ())
+        if why:
+            params.extra_args[WHY_KEY] = list(why)
         if request.data_parallel_rank is None and self._num_ranks > 1:
             request.data_parallel_rank = key.replica(self._num_ranks)
-        return FollowedTurn(served, key, len(prompt.tokens), found)
+        return FollowedTurn(served, key, prompt, found, terms)
 
     def record(self, turn: FollowedTurn) -> None:
         """Remember a turn whose request has passed all checks."""
-        self._sessions.record(turn.key, turn.length, turn.found)
+        self._sessions.record(turn.key, turn.prompt, turn.found, turn.terms)
 
 
-def _why_none(parallel: Any) -> str | None:
+def _terms_of(served: ServedRequest) -> bytes:
+    """Return a hash of what a request's cache depends on apart from its tokens and turns."""
+    policy = served.policy
+    budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
+    how = f"{served.exact} {budget} {served.keep} {policy.model_dump_json()}"
+    return blake2b(how.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def why_no_sessions(parallel: Any) -> str | None:
     """Return why a server cannot follow sessions; None if it can."""
     if (servers := api_servers(parallel)) > 1:
         return (

@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
 from vllm_pyramid.frontend.host_metrics import HostCacheMetrics
+from vllm_pyramid.policy.resumed import REASONS
 from vllm_pyramid.step.failures import KINDS
 
 logger = init_logger(f"vllm.{__name__}")
@@ -47,6 +48,10 @@ class PolicyMetrics:
                                              that raised or returned something wrong)
         vllm_pyramid:dropped_traces_total    traces that could not be written
         vllm_pyramid:dropped_reports_total   reports that could not be sent with their requests
+
+    Conversations (labels: engine, reason):
+        vllm_pyramid:turns_total             turns that have ended, by what they resumed and why not
+                                             more (`policy/resumed.py`)
 
     With V in host memory (labels: engine, direction):
         vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
@@ -136,6 +141,11 @@ class PolicyMetrics:
             "Requests that the KV policy ended with an error.",
             ["engine", "reason"],
         )
+        self.turns = Counter(
+            "vllm_pyramid:turns",
+            "Turns of conversations, by what they resumed and why not more.",
+            ["engine", "reason"],
+        )
         self.dropped = {
             name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
             for name, text in (
@@ -171,6 +181,10 @@ class PolicyMetrics:
         for kind in KINDS:
             more = failed.get(kind, 0) - earlier.get(kind, 0)
             self.failed_requests.labels(label, kind).inc(more)
+        turns, earlier = now.get("turns", {}), before.get("turns", {})
+        for reason in REASONS:
+            more = turns.get(reason, 0) - earlier.get(reason, 0)
+            self.turns.labels(label, reason).inc(more)
         for name, counter in self.dropped.items():
             counter.labels(label).inc(now.get(name, 0) - before.get(name, 0))
         for direction in ("written", "read"):

@@ -14,7 +14,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_pyramid.compat.input_processor import check_images, check_whole
-from vllm_pyramid.frontend.follow_sessions import SessionFollower, with_header
+from vllm_pyramid.frontend.follow_sessions import SessionFollower
+from vllm_pyramid.frontend.http_settings import with_headers, with_session
 from vllm_pyramid.frontend.layer_kinds import BOTH, FULL, has_other_layers, layer_kinds
 from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.policy.fit import Pool, check_fit
@@ -22,6 +23,7 @@ from vllm_pyramid.policy.heads import Heads
 from vllm_pyramid.policy.kept_spans import check_spans
 from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
+from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 if TYPE_CHECKING:
@@ -80,10 +82,12 @@ class PolicyRequestChecks:
         if not isinstance(params, SamplingParams):
             return None, params
         try:
-            if params.extra_args and TEMPLATE_KEY in params.extra_args:
-                raise ValueError(f"{TEMPLATE_KEY} cannot be set by requests: leave it out")
-            params = with_header(params)
+            for key in (TEMPLATE_KEY, WHY_KEY):
+                if params.extra_args and key in params.extra_args:
+                    raise ValueError(f"{key} cannot be set by requests: leave it out")
+            params = with_headers(params)
             settings.overrides.check_keys(params.extra_args)
+            params = with_session(params, settings.session_from)
             params = engine.sessions.begin(params)
             if engine.shadow is not None:
                 params = engine.shadow.begin(params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API server of an engine with a policy gets in addition: a header, and its routes."""
+"""What the API server of an engine with a policy gets in addition: headers, and its routes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from vllm_pyramid.compat.page_server import api_keys_of
 from vllm_pyramid.frontend import page, shadow
-from vllm_pyramid.frontend.follow_sessions import SessionHeader
-from vllm_pyramid.frontend.settings import PAGE_KEY
+from vllm_pyramid.frontend.http_settings import SettingsInHeaders
+from vllm_pyramid.frontend.settings import PAGE_KEY, SESSION_KEY
+from vllm_pyramid.policy.session_sources import parse_session_from
 
 
 def attach(app: FastAPI, settings: Mapping[str, Any]) -> None:
-    """Let requests name their session in a header; add the routes of the live page.
+    """Let requests give settings in headers; add the routes of the live page.
 
     Args:
         settings: of the server, which have been checked.
     """
-    app.add_middleware(SessionHeader)
+    sources, keys = parse_session_from(settings.get(SESSION_KEY)), api_keys_of(app)
+    app.add_middleware(SettingsInHeaders, session_from=sources, api_keys=keys)
     shadow.use_client(lambda: getattr(app.state, "engine_client", None))
     if settings.get(PAGE_KEY) is True:
         page.attach(app)

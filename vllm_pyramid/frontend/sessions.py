@@ -3,7 +3,8 @@
 
 A client that names its session carries no numbers: the front end puts `kv_turns` into the request.
 A turn is known by a hash of the prompt up to its end, so that a prompt which branches off or was
-edited resumes the longest turn that it still begins with. No token is kept.
+edited resumes the longest turn that it still begins with. No token is kept. A prompt that continues
+none, or an earlier one, is told why (`Found.why`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
+
+from vllm_pyramid.frontend.last_turn import LastTurn
 from vllm_pyramid.policy.limits import (
     MAX_SESSION_TURNS,
     MAX_SESSIONS,
     MAX_SESSIONS_TURNS,
     MAX_TURNS,
 )
+from vllm_pyramid.policy.resumed import DIFFERS, UNKNOWN
 
 NO_TENANT = "none"
 
@@ -55,6 +61,19 @@ class Prompt(NamedTuple):
             found[end] = own.digest()
         return found
 
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return a number for each token, in which images and the adapter have changed theirs."""
+        numbers = np.array(self.tokens, np.int64)
+        for position, name in self.inputs:
+            numbers[position : position + 1] ^= _number(name)
+        if self.adapter:
+            numbers[:1] ^= _number(self.adapter)
+        return numbers
+
+
+def _number(name: str) -> int:
+    return crc32(name.encode("utf-8", "surrogatepass")) << 20
+
 
 class Key(NamedTuple):
     """The name of a session, or of an application, among those of one tenant."""
@@ -68,16 +87,20 @@ class Key(NamedTuple):
 
 
 class Tenants:
-    """Names tenants, those who share a salt, so that a name does not lead to the salt."""
+    """Names tenants, those who share a salt and an API key, so that no name leads to these."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)  # a salt may be a word that could be tried out
 
-    def name(self, salt: str | None) -> str:
-        """Return the name of the tenant with this salt, another one in each process."""
-        if not salt:
+    def name(self, salt: str | None, client: str = "") -> str:
+        """Return the name of the tenant with this salt, another one in each process.
+
+        Args:
+            client: which of several API keys the request has; empty where there is only one.
+        """
+        if not salt and not client:
             return NO_TENANT
-        text = salt.encode("utf-8", "surrogatepass")
+        text = f"{client} {salt or ''}".encode("utf-8", "surrogatepass")
         return blake2b(text, key=self._secret, digest_size=8).hexdigest()
 
 
@@ -87,11 +110,16 @@ class Found(NamedTuple):
     Attributes:
         turns: where the prompt's earlier turns ended, in order. digest: of the whole prompt.
         before: the digest of the latest of these turns; None if there are none.
+        why: why it does not continue the session's last turn, as `policy.resumed.WHY_KEY` carries
+            it; empty if it does, or continues another branch to its end.
+        terms: of the session's last turn (`LastTurn`), if it continues that.
     """
 
     turns: tuple[int, ...]
     digest: bytes
     before: bytes | None
+    why: tuple[str | int, ...] = ()
+    terms: bytes | None = None
 
 
 class _Turn(NamedTuple):
@@ -106,10 +134,11 @@ class _Session:
     Attributes:
         turns: by the hash of the prompt. Whenever a turn is used, so are those before it, after it;
             the least recently used one is therefore never one that another continues.
-        used: when it was used last, in seconds.
+        used: when it was used last, in seconds. last: its latest prompt.
     """
 
     used: float
+    last: LastTurn | None = None
     turns: OrderedDict[bytes, _Turn] = field(default_factory=OrderedDict)
 
     def chain(self, last: bytes | None) -> list[bytes]:
@@ -132,7 +161,15 @@ class _Session:
             known = [end for end, digest in digests.items() if digest in self.turns]
             last = digests[max(known)] if known else None
         turns = tuple(self.turns[digest].end for digest in reversed(self.chain(last)))
-        return Found(turns, own, last)
+        latest = self.last
+        if latest is None:
+            return Found(turns, own, last, (UNKNOWN,))
+        if latest.digest in (own, last):
+            return Found(turns, own, last, terms=latest.terms)
+        if last is not None and all(turn.before != last for turn in self.turns.values()):
+            return Found(turns, own, last)  # the end of another branch
+        start, stop = latest.difference(prompt.numbers())
+        return Found(turns, own, last, (DIFFERS, start, stop, latest.length))
 
 
 class Sessions:
@@ -154,9 +191,9 @@ class Sessions:
         self._num_sessions: Counter[str] = Counter()
         self._num_turns: Counter[str] = Counter()
 
-    def key(self, name: str, salt: str | None) -> Key:
-        """Return the key of a session: another salt is another tenant."""
-        return Key(self._tenants.name(salt), name)
+    def key(self, name: str, salt: str | None, client: str = "") -> Key:
+        """Return the key of a session: another salt or client is another tenant."""
+        return Key(self._tenants.name(salt, client), name)
 
     def find(self, key: Key, prompt: Prompt) -> Found:
         """Return the turns that a prompt of the session continues; none in an unknown session.
@@ -174,23 +211,25 @@ class Sessions:
             )
         return found
 
-    def record(self, key: Key, length: int, found: Found) -> None:
-        """Remember a prompt of `length` tokens as a turn of the session.
+    def record(self, key: Key, prompt: Prompt, found: Found, terms: bytes = b"") -> None:
+        """Remember a prompt as a turn of the session.
 
         Args:
-            found: what `find` returned for it.
+            found: what `find` returned for it. terms: see `LastTurn`.
         """
+        last = LastTurn.of(prompt.numbers(), found.digest, terms)
         with self._lock:
-            self._record(key, length, found)
+            self._record(key, last, found)
 
-    def _record(self, key: Key, length: int, found: Found) -> None:
+    def _record(self, key: Key, latest: LastTurn, found: Found) -> None:
         session = self._sessions.setdefault(key, _Session(0.0))
         if not session.turns:
             self._num_sessions[key.tenant] += 1
         before = len(session.turns)
         # Another request may have dropped the turns before: then they are known no longer.
         last = found.before if found.before in session.turns else None
-        session.turns.setdefault(found.digest, _Turn(length, last))
+        session.turns.setdefault(found.digest, _Turn(latest.length, last))
+        session.last = latest
         for digest in session.chain(found.digest):
             session.turns.move_to_end(digest)
         if len(session.turns) > MAX_SESSION_TURNS:

@@ -84,6 +84,23 @@ def parse_keep(value: object) -> int | None:
     return int(match[1] or 0)
 
 
+def check_folder(folder: object, cache: object, size: object) -> None:
+    """Raise ValueError unless the settings of the host cache's folder go together.
+
+    Args:
+        folder, cache, size: `kv_host_cache_dir`, `kv_host_cache` and `kv_host_cache_dir_gib`.
+    """
+    if folder is not None and not (isinstance(folder, str) and folder):
+        raise ValueError(f"kv_host_cache_dir must be the path of a folder, not {folder!r}")
+    if folder is not None and cache is None:
+        raise ValueError(
+            "kv_host_cache_dir keeps what the host cache finds, and its files are read into host "
+            "memory: give kv_host_cache, too"
+        )
+    if folder is None and size is not None:
+        raise ValueError("kv_host_cache_dir_gib without a kv_host_cache_dir has no effect")
+
+
 def bytes_of(gib: float | str | None) -> int | None:
     """Return the bytes of a number of GiB, or of its text; None is none."""
     return None if gib is None else int(float(gib) * 2**30)

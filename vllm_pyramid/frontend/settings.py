@@ -23,6 +23,7 @@ from typing import Any
 
 from vllm_pyramid.frontend.setting_values import (
     bytes_of,
+    check_folder,
     parse_gib,
     parse_keep,
     parse_policy_args,
@@ -40,6 +41,7 @@ from vllm_pyramid.policy.served_settings import (
     ServedSettings,
     asks_for_policy,
 )
+from vllm_pyramid.policy.session_sources import parse_session_from
 
 CONFIG_KEYS = (
     "kv_policy",
@@ -65,7 +67,9 @@ REPORT_KEY = "kv_report_cached"
 PAGE_KEY = "kv_page"
 # The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
-_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, *SHADOW_KEYS)
+# The flag `--kv-session-from` of a server.
+SESSION_KEY = "kv_session_from"
+_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, SESSION_KEY, *SHADOW_KEYS)
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
@@ -108,6 +112,7 @@ class KVSettings:
             None for `resume`.
         kv_session_ttl: seconds after which a session that is not used is forgotten; None for
             `DEFAULT_SESSION_TTL`.
+        kv_session_from: what names a request's session besides `kv_session`; None: nothing.
         kv_report_cached: whether each response says what the cache held for its request.
         kv_page: whether the API server shows the live page.
         kv_shadow: the share of requests whose answers are compared with the whole cache's.
@@ -130,6 +135,7 @@ class KVSettings:
     kv_host_cache_dir_gib: float | str | None = None
     kv_turn_mode: str | None = None
     kv_session_ttl: float | str | None = None
+    kv_session_from: Sequence[str] | str | None = None
     kv_report_cached: bool = True
     kv_page: bool = False
     kv_shadow: float | str | None = None
@@ -144,18 +150,21 @@ class KVSettings:
             raise ValueError(f"kv_evict must be {ALWAYS} or {PRESSURE}, not {self.kv_evict!r}")
         if self.kv_trace is not None and not (isinstance(self.kv_trace, str) and self.kv_trace):
             raise ValueError(f"kv_trace must be the path of a folder, not {self.kv_trace!r}")
-        if self.kv_admission is not None and self.kv_admission not in ADMISSIONS:
-            raise ValueError(
-                f"kv_admission must be {' or '.join(ADMISSIONS)}, not {self.kv_admission!r}"
-            )
+        if self.kv_admission not in (None, *ADMISSIONS):
+            known = " or ".join(ADMISSIONS)
+            raise ValueError(f"kv_admission must be {known}, not {self.kv_admission!r}")
         if not isinstance(self.kv_report_cached, bool):
             raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
         if not isinstance(self.kv_page, bool):
             raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
-        if self.kv_page and self.kv_policy == NO_POLICY:
-            raise ValueError(
-                "--kv-page shows what a policy does: choose one with --kv-policy, or leave it out"
-            )
+        sources = list(parse_session_from(self.kv_session_from)) or None
+        object.__setattr__(self, SESSION_KEY, sources)
+        for flag, given in (("--kv-page", self.kv_page), ("--kv-session-from", sources)):
+            if given and self.kv_policy == NO_POLICY:
+                raise ValueError(
+                    f"{flag} has an effect with a policy alone: choose one with --kv-policy, or "
+                    "leave it out"
+                )
         for key in SHADOW_KEYS:
             object.__setattr__(self, key, parse_share(getattr(self, key), key))
         if self.kv_request_overrides is not None:
@@ -174,7 +183,7 @@ class KVSettings:
         object.__setattr__(self, "kv_swap_space", parse_gib(self.kv_swap_space, "kv_swap_space"))
         for key in ("kv_host_cache", "kv_host_cache_dir_gib"):
             object.__setattr__(self, key, parse_gib(getattr(self, key), key))
-        self._check_folder()
+        check_folder(self.kv_host_cache_dir, self.kv_host_cache, self.kv_host_cache_dir_gib)
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
         object.__setattr__(self, "kv_session_ttl", parse_session_ttl(self.kv_session_ttl))
         if self.kv_policy == NO_POLICY:
@@ -196,25 +205,14 @@ class KVSettings:
             check_shadow(self, self._loaded_policy, self._overrides)
         if self.kv_keep is not None:
             self._check_keep(self._loaded_policy)
+        if sources is not None and self._turn_mode == RESUME:
+            refuse(self._loaded_policy, {Feature.KV_TURNS: "--kv-session-from"})
         if self.kv_min_tokens and not self._loaded_policy.has_budget:
             own = "gives each KV head a length of its own"
             raise ValueError(
                 f"kv_min_tokens is for policies that evict by a budget, and {self.kv_policy!r} "
                 f"{own if self._loaded_policy.evicts else 'keeps every token'}: leave it out"
             )
-
-    def _check_folder(self) -> None:
-        """Raise ValueError unless the settings of the host cache's folder go together."""
-        folder = self.kv_host_cache_dir
-        if folder is not None and not (isinstance(folder, str) and folder):
-            raise ValueError(f"kv_host_cache_dir must be the path of a folder, not {folder!r}")
-        if folder is not None and self.kv_host_cache is None:
-            raise ValueError(
-                "kv_host_cache_dir keeps what the host cache finds, and its files are read into "
-                "host memory: give kv_host_cache, too"
-            )
-        if folder is None and self.kv_host_cache_dir_gib is not None:
-            raise ValueError("kv_host_cache_dir_gib without a kv_host_cache_dir has no effect")
 
     def _check_keep(self, policy: Policy) -> None:
         """Raise ValueError unless chats' templates can be kept with the policy."""
@@ -255,8 +253,8 @@ class KVSettings:
         given = {key: value for key, value in values.items() if value not in (None, {})}
         if self.kv_page:
             given[PAGE_KEY] = True
-        shadow = {key: getattr(self, key) for key in SHADOW_KEYS}
-        given |= {key: value for key, value in shadow.items() if value is not None}
+        of_server = {key: getattr(self, key) for key in (SESSION_KEY, *SHADOW_KEYS)}
+        given |= {key: value for key, value in of_server.items() if value is not None}
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
     @cached_property
@@ -271,6 +269,11 @@ class KVSettings:
         if floor is None or not policy.has_budget:
             return policy
         return policy.model_copy(update={"min_tokens": floor})
+
+    @property
+    def _turn_mode(self) -> str:
+        waits = self._loaded_policy.schedule.waits_for_orders
+        return self.kv_turn_mode or (EXACT if waits else RESUME)
 
     @cached_property
     def _overrides(self) -> RequestOverrides:
@@ -310,7 +313,8 @@ class KVSettings:
             host_cache_bytes=bytes_of(self.kv_host_cache),
             host_cache_dir=self.kv_host_cache_dir,
             host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),
-            turn_mode=self.kv_turn_mode or (EXACT if policy.schedule.waits_for_orders else RESUME),
+            turn_mode=self._turn_mode,
+            session_from=tuple(self.kv_session_from or ()),
             session_ttl_s=float(self.kv_session_ttl or DEFAULT_SESSION_TTL),
             page=self.kv_page,
             shadow=parse_share(self.kv_shadow, "kv_shadow"),

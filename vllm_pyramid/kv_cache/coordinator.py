@@ -179,7 +179,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             )
         store, hit = record.found
         store.enter(request_id, record, hit)
-        record.found = None
+        record.found, record.began = None, tokens
 
     def allocate_new_blocks(
         self,

@@ -153,10 +153,15 @@ def parse_turn_mode(value: object, name: str) -> str | None:
     return value
 
 
+def is_session_name(value: object) -> bool:
+    """Return whether a value may be a session's name."""
+    return isinstance(value, str) and _SESSION.fullmatch(value) is not None
+
+
 def _parse_session(value: object) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or not _SESSION.fullmatch(value):
+    if not isinstance(value, str) or not is_session_name(value):
         raise ValueError(
             f"kv_session of a request must be a name of 1 to {MAX_SESSION_NAME} letters, digits "
             f"and ._:@/+=~-, a letter or digit first, not {quoted(value)}"

@@ -57,6 +57,7 @@ class ServedSettings:
         host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
         session_ttl_s: seconds after which a session (`kv_session`) that is not used is forgotten.
+        session_from: what names a request's session besides `kv_session` (`parse_session_from`).
         shadow: the share of requests whose answers are compared with the whole cache's; None: none.
         shadow_floor: the agreement below which an application runs with the whole cache;
             None: none does.
@@ -79,6 +80,7 @@ class ServedSettings:
     host_cache_dir_bytes: int | None = None
     turn_mode: str = RESUME
     session_ttl_s: float = DEFAULT_SESSION_TTL
+    session_from: tuple[str, ...] = ()
     shadow: float | None = None
     shadow_floor: float | None = None
     page: bool = False
@@ -87,6 +89,7 @@ class ServedSettings:
         """Return the settings as JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         overrides = {**asdict(self.overrides), "allowed": list(self.overrides.allowed)}
+        values["session_from"] = list(self.session_from)
         return {**values, "policy": self.policy.as_data(), "overrides": overrides}
 
     @property
@@ -133,4 +136,5 @@ def _read_settings(data: str) -> ServedSettings:
     values = json.loads(data)
     policy, overrides = Policy.model_validate(values.pop("policy")), values.pop("overrides")
     overrides["allowed"] = tuple(overrides["allowed"])
+    values["session_from"] = tuple(values.get("session_from", ()))
     return ServedSettings(policy, overrides=RequestOverrides(**overrides), **values)

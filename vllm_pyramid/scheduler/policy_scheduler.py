@@ -21,11 +21,13 @@ from vllm_pyramid.policy.fit import Pool
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.chunks import Chunks
+from vllm_pyramid.scheduler.early_reports import EarlyReports
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.host_tier import add_host_tier
 from vllm_pyramid.scheduler.pressure import Pressure
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
+from vllm_pyramid.scheduler.resumed_turns import ResumedTurns
 from vllm_pyramid.step.failures import METHOD, Failure
 
 logger = init_logger(f"vllm.{__name__}")
@@ -51,7 +53,7 @@ class PolicyScheduler:
         coordinator: the blocks. policy: the served policy.
         hooks: of the policy's methods, and of what the engine adds.
         planner: checks and plans requests. chunks: which prompts start, and sizes of chunks.
-        failed: what went wrong. reports: what is reported.
+        failed: what went wrong. reports: what is reported. early: what of it before the end.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class PolicyScheduler:
             )
             self.hooks.append(self.pressure)
         self.chunks = Chunks(engine, coordinator, settings, admission, self.pressure)
-        self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed)
+        turns = ResumedTurns(coordinator, self.chunks.least_before, finds_prefixes=finds_prefixes)
+        self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed, turns)
         self.reports.log_capacity()
+        self.early = EarlyReports(coordinator, self.reports)
 
     def add(self, request: Request) -> None:
         """Plan what a request keeps. A wrong one ends with an error after its first step."""
@@ -122,6 +126,7 @@ class PolicyScheduler:
             logger.error("request %s: %s", request.request_id, error)
             self._engine.end_with_error(request.request_id, error)
         self.coordinator.plans.add(request.request_id, terms)
+        self.early.add(request)
 
     def fail(self, request_id: str, kind: str, reason: str) -> None:
         """Count a request that has failed, and end it with an error."""
@@ -207,6 +212,7 @@ class PolicyScheduler:
 
     def freed(self, request: Request) -> None:
         """Forget a request that has ended."""
+        self.early.forget(request.request_id)
         self.coordinator.plans.forget(request.request_id)
         if self.chunks.admission is not None:
             self.chunks.admission.ended(request)

@@ -23,6 +23,7 @@ from vllm_pyramid.policy.request_keys import EXACT, RESUME
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.page_data import page_data
+from vllm_pyramid.scheduler.resumed_turns import ResumedTurns
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -30,7 +31,7 @@ logger = init_logger(f"vllm.{__name__}")
 # Counters that send the statistics; tokens move with every step, which would be too often.
 _CHANGES = (
     *("evictions", "blocks_held", "failed_requests", "dropped_traces", "dropped_reports"),
-    "host_cache",
+    *("host_cache", "turns"),
 )
 # Of one request's report: 1 KiB for each of a model's layers, and as many again.
 MAX_REPORT_BYTES = 1 << 18
@@ -42,6 +43,7 @@ class Reports:
     Args:
         engine: vLLM's scheduler.
         hooks: what they report goes out with the rest. failed: so do these counters.
+        turns: what turns of conversations resumed.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Reports:
         settings: ServedSettings,
         hooks: Sequence[SchedulerHooks],
         failed: FailedRequests,
+        turns: ResumedTurns,
     ) -> None:
         self._engine, self._coordinator, self._policy = engine, coordinator, settings.policy
+        self._turns = turns
         self._shows_cached = settings.reports_cached
         self._hooks, self._failed = hooks, failed
         self._sent: dict[str, Any] | None = None
@@ -137,13 +141,16 @@ class Reports:
                 " of a stage" if len(stages) > 1 else "",
             )
 
-    def of_request(self, request: Request) -> dict[str, Any]:
+    def of_request(self, request: Request, *, ended: bool = True) -> dict[str, Any]:
         """Return what the request kept; if that cannot be sent, the reason.
 
         The engine core's process ends when it cannot serialise a response.
+
+        Args:
+            ended: whether it has ended; else what is counted until the end is left out.
         """
         try:
-            report = self._report_of(request)
+            report = self._report_of(request, ended=ended)
             size = len(msgspec.msgpack.encode(report))
             if size > MAX_REPORT_BYTES:
                 raise ValueError(f"it has {size} bytes, more than {MAX_REPORT_BYTES}")
@@ -151,7 +158,7 @@ class Reports:
             return self._failed.drop_report(request.request_id, error)
         return report
 
-    def _report_of(self, request: Request) -> dict[str, Any]:
+    def _report_of(self, request: Request, *, ended: bool) -> dict[str, Any]:
         """Return what the request kept.
 
         What the cache held for it tells of other requests. That is reported where vLLM would report
@@ -180,10 +187,13 @@ class Reports:
         if served.turns is not None:
             report["kv_turns"] = [*served.turns, plan.prompt_len]
             report["kv_turn_mode"] = EXACT if served.exact else RESUME
+            reason, said = self._turns.of(request, served)
+            self._turns.counts[reason] += ended
             if served.session is not None:
                 report["kv_session"] = served.session
             if shows_cached:
                 report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
+                report["resumed"] = said
         resolved = plans.confirmed(request.request_id)
         if resolved is not None:
             number = plans.confirmed_number(request.request_id)
@@ -207,7 +217,7 @@ class Reports:
         if served.keep:
             report["kv_keep"] = flat(served.keep)
             report["protected_tokens"] = served.protected_tokens(plan.prompt_len)
-        for hooks in self._hooks:
+        for hooks in self._hooks if ended else ():
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:
                 own = {key: own[key] for key in own.keys() - hooks.tells_of_others}
@@ -250,6 +260,7 @@ class Reports:
             **totals,
             **self._failed.totals(),
             **self._constants,
+            **({"turns": dict(self._turns.counts)} if self._turns.counts else {}),
             "evictions": counters.num_evictions,
             "tokens_evicted": layout.means(counters.tokens_evicted),
             "blocks_freed": layout.sums(counters.blocks_freed),

@@ -89,7 +89,10 @@ class SchedulerAdapter(SchedulerPoints):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         self.pyramid.take_report(read_report(model_runner_output))
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.pyramid.early.waiting:
+            self.pyramid.early.attach(self.requests, outputs)
+        return outputs
 
     def verified(self, accepted: int) -> None:
         self.pyramid.verified(accepted)

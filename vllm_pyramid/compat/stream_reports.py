@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a request's report into the last chunk of its stream, as `kv_transfer_params`.
+
+Target: `OpenAIServingChat.chat_completion_stream_generator`,
+`OpenAIServingCompletion.completion_stream_generator`, and of `AnthropicServingMessages` the former
+(vLLM 0.33) or `.message_stream_converter` (0.32). Why: vLLM's chunks have no place for it; its
+`/v1/responses` has. Remove when streams carry `kv_transfer_params`.
+
+Chats and completions carry it in the last chunk before `[DONE]`, messages in `message_delta`,
+beside the usage. A chunk is held back only when the engine has ended the request: no token waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+_KEY, _DATA, _DELTA = "kv_transfer_params", "data: ", "event: message_delta\n"
+
+
+@dataclass
+class _Seen:
+    """What a stream has seen of its requests.
+
+    Attributes:
+        waiting: prompts that have not ended. report: of the first of them that has.
+    """
+
+    waiting: int = 1
+    report: dict[str, Any] | None = None
+
+    def take(self, output: Any) -> None:
+        """Look at an output of the engine, or one with its prompt's number."""
+        number, output = output if isinstance(output, tuple) else (0, output)
+        if getattr(output, "finished", False):
+            self.waiting -= 1
+            if output.kv_transfer_params and (number == 0 or self.report is None):
+                self.report = output.kv_transfer_params
+
+
+def install() -> None:
+    """Wrap the generators of streams. Idempotent."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat as Chat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion as Completion
+
+    if getattr(Chat, "_vllm_pyramid", False):
+        return
+    chat, completion = "chat_completion_stream_generator", "completion_stream_generator"
+    setattr(Chat, chat, _of_chat(getattr(Chat, chat)))
+    setattr(Completion, completion, _of_completion(getattr(Completion, completion)))
+    if chat in vars(Messages):
+        setattr(Messages, chat, _of_chat(vars(Messages)[chat]))
+    else:
+        setattr(  # noqa: B010
+            Messages, "message_stream_converter", _of_messages(Messages.message_stream_converter)
+        )
+    Chat._vllm_pyramid = True  # type: ignore[attr-defined]
+
+
+def _of_chat(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stream(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = _Seen()
+        chunks = original(self, request, _watched(results, seen.take), *args, **kwargs)
+        return with_report(chunks, seen)
+
+    return stream
+
+
+def _of_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stream(
+        self: Any, request: Any, prompts: Any, results: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        seen = _Seen(len(prompts))
+        chunks = original(self, request, prompts, _watched(results, seen.take), *args, **kwargs)
+        return with_report(chunks, seen)
+
+    return stream
+
+
+def _of_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def convert(self: Any, chunks: Any) -> Any:
+        seen = _Seen()
+
+        def take(chunk: str) -> None:  # the chat's last chunk, which has the report
+            if _KEY in chunk and (found := _parsed(chunk)) is not None and found.get(_KEY):
+                seen.waiting, seen.report = 0, found[_KEY]
+
+        return with_report(original(self, _watched(chunks, take)), seen)
+
+    return convert
+
+
+async def _watched(
+    items: AsyncIterator[Any], take: Callable[[Any], None]
+) -> AsyncGenerator[Any, None]:
+    """Pass items on, each of which `take` sees first; close what they come from at the end."""
+    try:
+        async for item in items:
+            take(item)
+            yield item
+    finally:
+        if (close := getattr(items, "aclose", None)) is not None:
+            await close()
+
+
+async def with_report(chunks: AsyncGenerator[str, None], seen: Any) -> AsyncGenerator[str, None]:
+    """Pass the chunks of a stream on, the last of which gets the report that was seen."""
+    held: str | None = None
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if seen.waiting > 0 or seen.report is None:
+                yield chunk
+            elif chunk.startswith(_DELTA):
+                yield _DELTA + _with(chunk.removeprefix(_DELTA), seen.report)
+            elif not chunk.startswith(_DATA):
+                yield chunk
+            elif _parsed(chunk) is None:  # [DONE]
+                if held is not None:
+                    yield _with(held, seen.report)
+                held = None
+                yield chunk
+            else:
+                if held is not None:
+                    yield held
+                held = chunk
+    if held is not None:
+        yield _with(held, seen.report)
+
+
+def _parsed(chunk: str) -> dict[str, Any] | None:
+    """Return the object in a chunk; None if it has none."""
+    try:
+        found = json.loads(chunk.removeprefix(_DATA))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _with(chunk: str, report: dict[str, Any]) -> str:
+    """Return a chunk with the report, unless it tells of an error."""
+    found = _parsed(chunk)
+    if found is None or "error" in found:
+        return chunk
+    text = json.dumps({**found, _KEY: report}, ensure_ascii=False, separators=(",", ":"))
+    return f"{_DATA}{text}\n\n"

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a turn of a conversation resumed, and why not more: for its report, and counted by reason.
+
+It is worked out when a request ends, from what its lookup has left: no step pays for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.request import Request
+
+from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.kv_cache.evicted_names import EvictedNames
+from vllm_pyramid.plan import Plan
+from vllm_pyramid.policy.request import ServedRequest
+from vllm_pyramid.policy.resumed import (
+    DIFFERS,
+    EXACT_MODE,
+    MISSING,
+    RESUMED,
+    SETTINGS,
+    SHORT,
+    UNCACHED,
+    UNEVICTED,
+    UNKNOWN,
+    read_why,
+    words_of,
+)
+
+
+class ResumedTurns:
+    """Explains what the turns of one scheduler have resumed.
+
+    Args:
+        least_before: the fewest tokens of a chunk that ends at a point of a request's plan.
+        finds_prefixes: whether prefix caching is on.
+
+    Attributes:
+        counts: turns that have ended, by reason.
+    """
+
+    def __init__(
+        self,
+        coordinator: LockstepCoordinator,
+        least_before: Callable[[Plan, int], int],
+        *,
+        finds_prefixes: bool,
+    ) -> None:
+        self._coordinator, self._least_before = coordinator, least_before
+        self._finds_prefixes = finds_prefixes
+        self.counts: Counter[str] = Counter()
+
+    def of(self, request: Request, served: ServedRequest) -> tuple[str, dict[str, Any]]:
+        """Return why a turn resumed no more than it did, and what its report says of it.
+
+        Args:
+            request: it has ended, and still holds its blocks.
+            served: how it is served; it has turns.
+        """
+        resumed = self._coordinator.sessions.resumed_tokens(request.request_id)
+        record = self._coordinator.plans.records[request.request_id]
+        reason, *numbers = self._why(request, served, record.terms.evicted, resumed)
+        said: dict[str, Any] = {
+            "tokens": record.began,
+            "from": "session" if resumed else "prefix" if record.began else None,
+        }
+        if reason != RESUMED:
+            said["because"] = words_of((reason, *numbers), request.num_prompt_tokens)
+        return str(reason), said
+
+    def _why(
+        self, request: Request, served: ServedRequest, names: EvictedNames | None, resumed: int
+    ) -> tuple[str | int, ...]:
+        """Return the reason, and the numbers to it."""
+        params = request.sampling_params
+        why = read_why(None if params is None else params.extra_args)
+        if not self._finds_prefixes:
+            return (UNCACHED,)
+        if served.exact:
+            return (EXACT_MODE,)
+        if not served.turns and not why:
+            return (UNKNOWN,)
+        if why and why[0] == UNKNOWN:
+            return why
+        length = request.num_prompt_tokens
+        points = [] if names is None else [point for point, _ in names.points if point < length]
+        if not points or resumed >= points[-1]:  # as much as its own turns allow
+            if why and why[0] == DIFFERS:
+                return why
+            return (RESUMED,) if points else (UNEVICTED,)
+        if why and why[0] == SETTINGS:
+            return why
+        assert names is not None
+        added, least = length - points[-1], self._least_before(names.plan, length)
+        return (SHORT, added, least) if added < least else (MISSING, points[-1])
