@@ -105,8 +105,8 @@ def kernels(device: Any) -> Ops:
     def of_summaries(*_: Any, max_pages: int | None = None, **kwargs: Any) -> bool:
         return max_pages is not None
 
-    def of_pages(batch: Any, *_: Any, out: Any = None, **kwargs: Any) -> bool:
-        return batch.max_pages is not None and out is not None
+    def of_pages(batch: Any, *_: Any, **kwargs: Any) -> bool:
+        return batch.max_pages is not None
 
     found: Any = SimpleNamespace(**launched)
     found.of_method = lambda package: found  # those of all methods
@@ -119,8 +119,7 @@ def kernels(device: Any) -> Ops:
         ("observed_expected_scores", of_window),
         ("select", of_select),
         ("summarise_pages", of_summaries),
-        ("score_pages", of_pages),
-        ("select_pages", of_pages),
+        ("choose_pages", of_pages),
     ):
         setattr(found, name, asks(name, known))
     return found
