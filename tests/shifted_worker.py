@@ -171,6 +171,7 @@ class Worker:
     Attributes:
         outs: the outputs of a method's attention, or of attention to pages of each KV head, of each
             step and layer. calls: their inputs.
+        attends_to_lists: what does that in place of the kernels; None: these do.
         survived: the tokens that reach the last layer, of each step whose prompts are thinned.
         reports: the methods' reports of the steps.
         spoiled: the prompt whose keys are NaN, or None. failed: what the steps report of it.
@@ -297,6 +298,7 @@ class Worker:
         self.evicted: list[Any] = []
         self.last_evictions: StepEvictions | None = None
         self.joins = step_end is not None
+        self.attends_to_lists: Any = None
 
     def kv_cache(self, layer: int) -> torch.Tensor:
         """Return the cache of K and V, `[P, G, N, 2 * D]`, or of K alone, `[P, G, 2 * N, D]`."""
@@ -453,6 +455,8 @@ class Worker:
             maxima = most_queries, int(self.shifted.max_lens[layer])
             batch = replace(call.batch, max_query_len=maxima[0], max_seq_len=maxima[1])
             call = replace(call, batch=batch)
+            if self.attends_to_lists is not None:
+                call = self.attends_to_lists.inputs(call)
             attended = context.before_attention(call)
             out = torch.full_like(query, torch.nan)
             if self.hooks.attend and context.attend(attended, put(out)):
@@ -461,7 +465,10 @@ class Worker:
             else:
                 assert not elsewhere
                 if attended.block_table.dim() == 3:
-                    self.ops.paged_attention(put(out), attended.batch, attended.softmax)
+                    if self.attends_to_lists is not None:
+                        self.attends_to_lists(put(out), attended)
+                    else:
+                        self.ops.paged_attention(put(out), attended.batch, attended.softmax)
                     self.calls.append(attended)
                     self.outs.append(out)
                 elif step.evictions is not None:  # which look at it

@@ -66,11 +66,14 @@ class PageChooser:
         if choosing.head_starts is not None:
             requests = head_requests(inputs, lists, choosing.head_starts)
         names = BLOCKS if requests is None else inputs.head_names or BLOCKS
-        query = choosing.queries_of(inputs.query)
+        query, keys = (
+            choosing.queries_of(inputs.query),
+            inputs.key_cache if choosing.fills else None,
+        )
         for part in parts_of(len(choosing.requests), choosing.scores):
             budgets, chosen = choosing.budgets[inputs.layer][part], lists.of_rows(part)
             pages = choosing.batch(inputs, query, self._bounds.block_size, part)
-            self._list(inputs, pages, budgets, choosing.scores, chosen, names)
+            self._list(inputs, pages, budgets, choosing.scores, chosen, names, keys)
             pass_on(step.failures, choosing, part, chosen.unranked, inputs.query)
         if lists.unranked.device.type == "cpu":
             flag_lists(step.failures, choosing.request_ids, lists)

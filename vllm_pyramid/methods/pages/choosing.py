@@ -82,6 +82,8 @@ class Choosing:
             tables are shifted.
         selection: of the current layer; the next one that selects writes over it. Lists where
             tables are shifted; their flags are the step's.
+        fills: whether the choice summarises what the rows fill: tables are shifted, and each
+            request has one row. Others may choose among the pages that the step fills.
     """
 
     rows: RowsOfStep
@@ -102,6 +104,7 @@ class Choosing:
     visible: list[int]
     scores: torch.Tensor
     selection: PageSelection | PageLists
+    fills: bool
 
     @classmethod
     def of(
@@ -174,6 +177,7 @@ class Choosing:
             visible,
             scores,
             memory,
+            head_starts is not None and bool((step.scheduled == 1).all()),
         )
 
     def queries_of(self, query: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,11 @@ def compile_kernels(
     selection: SelectPages,
     summaries: Summaries,
     bounds: Bounds,
-    *,
-    graphs: bool,
 ) -> None:
     """Launch what a step may launch for a table of `max_seq_len` tokens, all of them in block 0.
 
     Args:
         inputs: made up, as of `CacheHooks.compile_kernels`.
-        graphs: whether decode steps, which may be graphs, summarise what they fill as they choose.
     """
     batch, ops, scorer = inputs.batch, inputs.ops, selection.scorer
     size, heads, device = bounds.block_size, inputs.key_cache.shape[1], inputs.query.device
@@ -52,7 +49,7 @@ def compile_kernels(
         key_scale=inputs.key_scale,
     )
     chosen = PageLists.zeros(1, heads, most, device)
-    for keys in (None, inputs.key_cache)[: 1 + graphs]:
+    for keys in (None, inputs.key_cache):  # decode steps summarise what they fill
         own.choose_pages(
             rows,
             inputs.softmax,

@@ -126,8 +126,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             )
 
     def compile_kernels(self, inputs: AttentionInputs) -> None:
-        graphs = self._decode_rows is not None
-        compile_kernels(inputs, self.selection, self.summaries, self._bounds, graphs=graphs)
+        compile_kernels(inputs, self.selection, self.summaries, self._bounds)
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self.summaries.copy(sources, targets)
@@ -156,15 +155,17 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         """Make what the step's kernels take, when the first layer that selects has its table."""
         size, device, shifted = self._bounds.block_size, self.context.device, inputs.shifted
         self._is_prepared = True
-        self._filled = Filling.of(step, size, device, shifted=shifted)
-        dense = self.selection.dense_layers
         heads, rows = (inputs.query.shape[1], self._kv_heads), self._decode_rows
         memory = None if rows is None else rows.scores
-        self._choosing = choosing = Choosing.of(
+        dense = self.selection.dense_layers
+        choosing = Choosing.of(
             step, plan, heads, dense, size, device, shifted=shifted, scores=memory
         )
         if choosing is not None and isinstance(choosing.selection, PageLists):
             flag_lists(step.failures, choosing.request_ids, choosing.selection)
+        self._choosing, self._filled = choosing, None
+        if choosing is None or not choosing.fills:
+            self._filled = Filling.of(step, size, device, shifted=shifted)
         if self._queries is not None:
             self._queries.begin_step(step, None if self._filled is None else self._filled.pages)
 
