@@ -137,7 +137,7 @@ def check_lists(
         assert (lists.block_table[s, :, count:] == -5).all()
         visible = int(rows.positions[s]) // 16 - int(rows.skips[s]) // 16 + 1
         assert (scores[s, :, visible - 1 :] == 777).all(), "a page that the row does not see"
-        assert count < visible or (scores[s] == 777).all(), "a row that reads everything"
+        assert budgets[s] < visible or (scores[s] == 777).all(), "a row that reads everything"
     assert (scores[len(budgets) :] == 777).all()
     assert torch.equal(lists.seq_lens, right.seq_lens) and torch.equal(lists.skips, right.skips)
     assert torch.equal(lists.head_lens, right.seq_lens[:, None].expand(-1, heads))
