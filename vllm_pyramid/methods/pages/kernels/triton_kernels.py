@@ -113,7 +113,7 @@ def page_logits_kernel(
             if KIND != "rows":
                 k = tl.load(entries + HEAD_SIZE, mask=dim_mask, other=0.0).to(q.dtype)
                 products += dot(second, tl.trans(k))
-            best = tl.maximum(best, products)
+            best = tl.maximum(best, products, propagate_nan=tl.PropagateNan.ALL)
         best *= scale
         if HAS_SOFT_CAP:
             best = soft_capped(best, soft_cap)
