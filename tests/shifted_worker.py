@@ -33,6 +33,7 @@ from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
+from vllm_pyramid.methods.pages.kernels.contract import PageOps
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -74,7 +75,9 @@ def vllms_attention(*args: Any) -> None:
 def kernels(device: Any) -> Ops:
     """Return the reference, which requires the arguments that spare CUDA's kernels a read-back."""
     launched = {
-        name: device.launch(getattr(module, name)) for _, module, name in contracts_of(reference)
+        name: device.launch(getattr(module, name))
+        for contract, module, name in contracts_of(reference)
+        if contract is not PageOps  # of the host alone
     }
 
     def asks(name: str, known: Callable[..., bool]) -> Callable[..., Any]:
