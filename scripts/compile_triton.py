@@ -36,7 +36,7 @@ from vllm_pyramid.methods.host_values.kernels import triton as value_triton
 from vllm_pyramid.methods.observed_expected.kernels import triton as blend_triton
 from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
-from vllm_pyramid.methods.pages.kernels.records import COMBINES, SUMMARY_ROWS, PageBatch
+from vllm_pyramid.methods.pages.kernels.records import COMBINES, SUMMARY_ROWS, PageBatch, PageLists
 from vllm_pyramid.methods.thinning.kernels import triton as recent_triton
 from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 from vllm_pyramid.step.rotary import Rotary
@@ -256,18 +256,23 @@ def summarise_and_select(
     softmax: Softmax,
 ) -> None:
     """Every kind of summary and score, in the model's dtype and in float32."""
-    skips, lens, count = ints(0, 0), ints(2048, 2048), 12
+    skips, lens, budgets = ints(0, 0), ints(2048, 2048), ints(12, 12)
     rows = PageBatch(query[:2], table, ints(0, 1), lens - 1, skips, 16, max_pages=128)
-    softmax, scores = replace(softmax, sliding_window=0), torch.zeros(2, key_cache.shape[1], 127)
+    softmax, scores = replace(softmax, sliding_window=0), torch.zeros(2, query.shape[1], 128)
+    found = PageLists.zeros(2, key_cache.shape[1], 12, query.device)
     for kind, width in SUMMARY_ROWS.items():
         for dtype in {case.dtype, torch.float32}:
             pool = torch.zeros(4, case.num_kv_heads, width * case.head_size, dtype=dtype)
             inputs = (pool, key_cache, table, skips, lens, skips)
             page_triton.summarise_pages(*inputs, kind=kind, max_pages=128)
-            page_triton.score_pages(rows, softmax, pool, kind=kind)
+            for longest in (rows, replace(rows, max_pages=2048)):  # more tiles
+                memory = (budgets, scores.new_zeros(2, query.shape[1], 2048), found)
+                for keys in (None, key_cache):
+                    inputs = (longest, softmax, pool, *memory)
+                    page_triton.choose_pages(*inputs, kind=kind, key_cache=keys)
     for combine in COMBINES:
-        page_triton.score_pages(rows, softmax, key_cache, kind="rows", combine=combine)
-    found = page_triton.select_pages(rows, scores, ints(count, count), max_selected=count)
+        inputs = (rows, softmax, key_cache, budgets, scores, found)
+        page_triton.choose_pages(*inputs, kind="rows", combine=combine)
     batch = AttentionBatch(
         *(query[:2], key_cache, key_cache, found.block_table, ints(0, 1, 2), lens, skips),
         max_query_len=1,

@@ -33,6 +33,7 @@ from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
+from vllm_pyramid.methods.pages.kernels.contract import PageOps
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -74,7 +75,9 @@ def vllms_attention(*args: Any) -> None:
 def kernels(device: Any) -> Ops:
     """Return the reference, which requires the arguments that spare CUDA's kernels a read-back."""
     launched = {
-        name: device.launch(getattr(module, name)) for _, module, name in contracts_of(reference)
+        name: device.launch(getattr(module, name))
+        for contract, module, name in contracts_of(reference)
+        if contract is not PageOps  # of the host alone
     }
 
     def asks(name: str, known: Callable[..., bool]) -> Callable[..., Any]:
@@ -105,8 +108,8 @@ def kernels(device: Any) -> Ops:
     def of_summaries(*_: Any, max_pages: int | None = None, **kwargs: Any) -> bool:
         return max_pages is not None
 
-    def of_pages(batch: Any, *_: Any, out: Any = None, **kwargs: Any) -> bool:
-        return batch.max_pages is not None and out is not None
+    def of_pages(batch: Any, *_: Any, **kwargs: Any) -> bool:
+        return batch.max_pages is not None
 
     found: Any = SimpleNamespace(**launched)
     found.of_method = lambda package: found  # those of all methods
@@ -119,8 +122,7 @@ def kernels(device: Any) -> Ops:
         ("observed_expected_scores", of_window),
         ("select", of_select),
         ("summarise_pages", of_summaries),
-        ("score_pages", of_pages),
-        ("select_pages", of_pages),
+        ("choose_pages", of_pages),
     ):
         setattr(found, name, asks(name, known))
     return found
@@ -172,6 +174,7 @@ class Worker:
     Attributes:
         outs: the outputs of a method's attention, or of attention to pages of each KV head, of each
             step and layer. calls: their inputs.
+        attends_to_lists: what does that in place of the kernels; None: these do.
         survived: the tokens that reach the last layer, of each step whose prompts are thinned.
         reports: the methods' reports of the steps.
         spoiled: the prompt whose keys are NaN, or None. failed: what the steps report of it.
@@ -298,6 +301,7 @@ class Worker:
         self.evicted: list[Any] = []
         self.last_evictions: StepEvictions | None = None
         self.joins = step_end is not None
+        self.attends_to_lists: Any = None
 
     def kv_cache(self, layer: int) -> torch.Tensor:
         """Return the cache of K and V, `[P, G, N, 2 * D]`, or of K alone, `[P, G, 2 * N, D]`."""
@@ -454,6 +458,8 @@ class Worker:
             maxima = most_queries, int(self.shifted.max_lens[layer])
             batch = replace(call.batch, max_query_len=maxima[0], max_seq_len=maxima[1])
             call = replace(call, batch=batch)
+            if self.attends_to_lists is not None:
+                call = self.attends_to_lists.inputs(call)
             attended = context.before_attention(call)
             out = torch.full_like(query, torch.nan)
             if self.hooks.attend and context.attend(attended, put(out)):
@@ -462,7 +468,10 @@ class Worker:
             else:
                 assert not elsewhere
                 if attended.block_table.dim() == 3:
-                    self.ops.paged_attention(put(out), attended.batch, attended.softmax)
+                    if self.attends_to_lists is not None:
+                        self.attends_to_lists(put(out), attended)
+                    else:
+                        self.ops.paged_attention(put(out), attended.batch, attended.softmax)
                     self.calls.append(attended)
                     self.outs.append(out)
                 elif step.evictions is not None:  # which look at it

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_pyramid.attention.head_lists import single_heads
+from vllm_pyramid.attention.head_lists import head_names, view_of_heads
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 
@@ -38,34 +38,19 @@ def test_single_heads_attend_as_lists(order: str, heads: int) -> None:
     softmax = Softmax(SIZE**-0.5)
     reference.paged_attention(expected, batch, softmax)
 
-    lists = single_heads(batch, cache)
-    assert lists.kv_cache.shape[1] == 1 and lists.block_table.dtype == torch.int32
-    assert lists.kv_cache.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+    names, view = head_names(cache), view_of_heads(cache)
+    assert view.shape[1] == 1
+    assert view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+    of_heads = torch.arange(heads, dtype=torch.int32)[:, None] * names.per_head
     own = AttentionBatch(
-        lists.query,
-        lists.kv_cache[..., :SIZE],
-        lists.kv_cache[..., SIZE:],
-        lists.block_table,
-        lists.starts,
-        lists.seq_lens,
-        torch.zeros_like(lists.seq_lens),
+        query.reshape(REQUESTS * heads, GROUP, SIZE),
+        view[..., :SIZE],
+        view[..., SIZE:],
+        (table * names.per_block + of_heads).flatten(0, 1),
+        torch.arange(REQUESTS * heads + 1, dtype=torch.int32),
+        lens.repeat_interleave(heads),
+        torch.zeros(REQUESTS * heads, dtype=torch.int32),
     )
     reference.paged_attention(out.view(REQUESTS * heads, GROUP, SIZE), own, softmax)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert not torch.isclose(out[0], out[1]).all()
-
-
-@pytest.mark.parametrize("requests", [1, 2])
-def test_what_flash_attention_takes_is_contiguous(requests: int) -> None:
-    """Also of one request, of which an expanded tensor can be flattened without a copy."""
-    cache = torch.zeros(BLOCKS, HEADS, N, 2 * SIZE)
-    query = torch.zeros(requests, HEADS * GROUP, SIZE)
-    table = torch.ones(requests, HEADS, WIDTH, dtype=torch.int32)
-    lens = torch.full((requests,), N, dtype=torch.int32)
-    starts = torch.arange(requests + 1, dtype=torch.int32)
-    caches = cache[..., :SIZE], cache[..., SIZE:]
-    batch = AttentionBatch(query, *caches, table, starts, lens, torch.zeros_like(lens))
-    lists = single_heads(batch, cache)
-    for tensor in (lists.query, lists.block_table, lists.starts, lists.seq_lens):
-        assert tensor.is_contiguous()
-    assert lists.seq_lens.tolist() == [N] * (requests * HEADS)

@@ -13,16 +13,20 @@ from vllm_pyramid.kernels.triton import functions as shared_triton
 from vllm_pyramid.methods.accumulated.kernels.contract import MassOps
 from vllm_pyramid.methods.host_values.kernels.contract import ValueOps
 from vllm_pyramid.methods.observed_expected.kernels.contract import ObservedExpectedOps
-from vllm_pyramid.methods.pages.kernels.contract import PageOps
+from vllm_pyramid.methods.pages.kernels.contract import DevicePageOps, PageOps
 from vllm_pyramid.methods.thinning.kernels.contract import RecentOps
 
-OWN: dict[str, type] = {
-    "vllm_pyramid.methods.accumulated.kernels": MassOps,
-    "vllm_pyramid.methods.host_values.kernels": ValueOps,
-    "vllm_pyramid.methods.observed_expected.kernels": ObservedExpectedOps,
-    "vllm_pyramid.methods.pages.kernels": PageOps,
-    "vllm_pyramid.methods.thinning.kernels": RecentOps,
-}
+OWN: tuple[tuple[str, type], ...] = (
+    ("vllm_pyramid.methods.accumulated.kernels", MassOps),
+    ("vllm_pyramid.methods.host_values.kernels", ValueOps),
+    ("vllm_pyramid.methods.observed_expected.kernels", ObservedExpectedOps),
+    ("vllm_pyramid.methods.pages.kernels", PageOps),
+    ("vllm_pyramid.methods.pages.kernels", DevicePageOps),
+    ("vllm_pyramid.methods.thinning.kernels", RecentOps),
+)
+# Pages are chosen where the host looks at scores, or where it does not wait; the reference does
+# both.
+LACKED = {shared_cpu: DevicePageOps, shared_triton: PageOps}
 
 
 def functions_of(contract: type) -> list[str]:
@@ -32,7 +36,8 @@ def functions_of(contract: type) -> list[str]:
 
 def contracts_of(ops: ModuleType) -> list[tuple[type, Any, str]]:
     """Return each contract, the module of a back end that implements it, and each function."""
-    modules = [(Ops, ops), *((own, ops.of_method(package)) for package, own in OWN.items())]
+    modules = [(Ops, ops)]
+    modules += [(own, ops.of_method(package)) for package, own in OWN if own != LACKED.get(ops)]
     return [(one, module, name) for one, module in modules for name in functions_of(one)]
 
 

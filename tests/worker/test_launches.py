@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evictions launch on a device, in a model of 32 layers: counted, for one prompt and eight."""
+"""What evictions and the choice of pages launch on a device, in a model of 32 layers: counted."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-from tests.pretended_device import DeviceTensor, PretendedDevice
-from tests.shifted_worker import Worker, launch_tables
+from tests.pretended_device import DeviceTensor, PretendedDevice, data_of
+from tests.shifted_worker import BLOCK, HEADS, KV_HEADS, SIZE, Host, Worker, launch_tables
+from vllm_pyramid.attention.backend_flash import PyramidFlashImpl
+from vllm_pyramid.kernels import reference
+from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.methods.pages.worker import PageSelector
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.step.attention_inputs import AttentionInputs
 
 pytestmark = pytest.mark.cpu
 
@@ -20,6 +29,9 @@ LAYERS = 32
 # tests/methods/test_observed_expected.py).
 LAUNCHES = {"future_queries": 1, "observed_expected_scores": 7}
 LAUNCHES |= {"window_scores": 4, "select": 1, "compact": 1, "copy_blocks": 1, "unrankable": 2}
+LAUNCHES |= {"summarise_pages": 1, "choose_pages": 2}
+# FlashAttention 3 prepares its schedule, attends, and joins the parts of rows that it has split.
+LAUNCHES |= {"flash_attention": 3, "paged_attention": 2}
 # What is launched in every step, with evictions or without.
 OF_STEPS = {"reshape_and_cache", "vllms_attention", "shift_block_tables", "effective_lens"}
 OF_STEPS |= {"gather_lanes", "lane_rows", "lane_slots"}
@@ -33,6 +45,7 @@ class CountingDevice(PretendedDevice):
     """Counts what is launched while `counts` is not None."""
 
     counts: Counter[str] | None = None
+    largest = 0  # numbers that a tensor operation has written
 
     def launch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         launched, name = super().launch(function), function.__name__.replace("_reference", "")
@@ -49,6 +62,7 @@ class CountingDevice(PretendedDevice):
         name = func.overloadpacket.__name__
         if self.counts is not None and isinstance(result, DeviceTensor) and name not in VIEWS:
             self.counts[name] += 1
+            self.largest = max(self.largest, result.numel())
         return result
 
 
@@ -95,3 +109,125 @@ def test_launches_of_prompts_that_end(
 def test_layer_by_layer_launches_many_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = _launches(POLICIES["snapkv"], 1, monkeypatch, at_step_end=False)
     assert counts["compact"] == LAYERS and counts.total() > 400
+
+
+# The choice of pages ------------------------------------------------------------------------------
+
+LONGEST = 4096  # tokens of a sequence that the model takes
+PAGES = LONGEST // BLOCK
+SELECT = {"attend": {"budget": 64, "min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 2}}
+
+
+class FlashLists:
+    """Attends to lists of pages by the code of the FlashAttention back end.
+
+    Args:
+        apart: whether a row's query lies next to its keys and values, as a model without rotary
+            kernels of its own leaves it.
+    """
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch, *, apart: bool) -> None:
+        self.worker, self.apart = worker, apart
+        self.impl: Any = object.__new__(PyramidFlashImpl)
+        self.impl.num_heads, self.impl.num_kv_heads, self.impl.head_size = HEADS, KV_HEADS, SIZE
+        self.impl.sinks, self.rows = None, 0
+        monkeypatch.setattr(FlashAttentionImpl, "forward", self._forward)
+        self._attend = worker.device.launch(flash_attention)
+
+    def inputs(self, call: AttentionInputs) -> AttentionInputs:
+        """Return what the back end would pass to the method."""
+        cache = self.worker.kv_cache(call.layer)
+        call = replace(call, head_names=self.impl.names_of_heads(cache))
+        if not self.apart:
+            return call
+        rows = data_of(call.query)
+        wide = torch.zeros(len(rows), HEADS + 2 * KV_HEADS, SIZE)
+        wide[:, :HEADS] = rows
+        query = self.worker.device.put(wide)[:, :HEADS]
+        return replace(call, batch=replace(call.batch, query=query))
+
+    def __call__(self, out: Any, attended: AttentionInputs) -> None:
+        cache, metadata = self.worker.kv_cache(attended.layer), SimpleNamespace()
+        assert attended.head_requests is not None
+        self.impl.attend_to_lists(None, attended, cache, metadata, out)
+
+    def _forward(self, impl: Any, layer: Any, query: Any, key: Any, value: Any, *more: Any) -> None:
+        """In place of vLLM's, whose kernels are launched without an operation beside them."""
+        cache, metadata, out = more
+        assert (impl.num_heads, impl.num_kv_heads) == (HEADS // KV_HEADS, 1)
+        assert metadata.num_actual_tokens == len(query) == len(metadata.seq_lens)
+        self._attend(
+            *(out, query, cache, metadata.block_table, metadata.query_start_loc),
+            metadata.seq_lens,
+        )
+
+
+def flash_attention(out: Any, query: Any, cache: Any, table: Any, starts: Any, lens: Any) -> None:
+    keys, values = cache[..., :SIZE], cache[..., SIZE:]
+    batch = AttentionBatch(query, keys, values, table, starts, lens, torch.zeros_like(lens))
+    reference.paged_attention(out, batch, Softmax(SIZE**-0.5))
+
+
+def _decode(
+    layers: int, graphs: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Counter[str], CountingDevice, Worker]:
+    """Return what a step launches in which all rows choose, and one of them fills a page."""
+    prompts = {"a": 150, "b": 240, "c": 174}
+    with CountingDevice() as device:
+        launch_tables(monkeypatch, device)
+        more: dict[str, Any] = {"layers": layers, "graphs": graphs, "answer": LONGEST - 240}
+        worker = Worker(load_policy("select", args=SELECT), device, prompts, **more)
+        worker.step(prompts)
+        worker.attends_to_lists = FlashLists(worker, monkeypatch, apart=apart)
+        worker.step(dict.fromkeys(prompts, 1))
+        (selector,) = worker.hooks.cache
+        assert isinstance(selector, PageSelector)
+        if (rows := selector._decode_rows) is not None:
+            assert rows.pages == PAGES and rows.scores.shape[2] == PAGES
+            data_of(rows.scores).fill_(777.0)
+            data_of(rows.lists.block_table).fill_(-5)
+        device.counts, filled = Counter(), data_of(selector.summaries.rows).clone()
+        worker.step(dict.fromkeys(prompts, 1))
+        counts, device.counts = device.counts, None
+    monkeypatch.undo()
+    assert device.waits == [] and worker.failed == {}
+    # 151, 241 and 175 tokens and one more: the last fills a page.
+    changed = (data_of(selector.summaries.rows) != filled).flatten(1).any(dim=1)
+    assert changed.sum() == layers - 2
+    if rows is not None:
+        _check_writes(worker, rows)
+    return counts, device, worker
+
+
+def _check_writes(worker: Worker, rows: Any) -> None:
+    """Of tensors as wide as the longest sequence: what the rows' own pages need, and no more."""
+    scores, lists = data_of(rows.scores), data_of(rows.lists.block_table)
+    for s, computed in enumerate(worker.computed.values()):
+        candidates = (computed - 1) // BLOCK
+        assert (scores[s, :, candidates:] == 777).all()
+        assert (scores[s, ::2, :candidates] != 777).all()
+        assert (lists[s, :, 4:] == -5).all() and (lists[s, :, :4] >= 0).all()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_launches_of_a_layer_that_chooses(
+    graphs: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most six, and no tensor operation writes as much as a list of the longest sequence."""
+    few, _, _ = _decode(4, graphs, apart, monkeypatch)
+    many, device, worker = _decode(9, graphs, apart, monkeypatch)
+    of_layer = {name: (many[name] - few[name]) / 5 for name in many if many[name] != few[name]}
+    assert of_layer == {"choose_pages": 2, "flash_attention": 3} | ({"clone": 1} if apart else {})
+    assert sum(of_layer.values()) <= 6
+    assert few.total() - 2 * sum(of_layer.values()) <= (9 if graphs else 20)  # of the step
+    assert 0 < device.largest < PAGES
+    right = Worker(
+        *(load_policy("select", args=SELECT), Host(), worker.prompts, LONGEST - 240), layers=9
+    )
+    launch_tables(monkeypatch, right.device)
+    for scheduled in (worker.prompts, *[dict.fromkeys(worker.prompts, 1)] * 2):
+        right.step(scheduled)
+    assert len(worker.outs) == len(right.outs) == 2 * 7
+    for out, wanted in zip(worker.outs, right.outs, strict=True):
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)

@@ -21,7 +21,7 @@ from vllm_pyramid.compat.cache_specs import scales_of
 from vllm_pyramid.kernels import get_ops
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
 from vllm_pyramid.policy.policy import Policy
-from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
+from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite, HeadNames
 from vllm_pyramid.step.hooks import LAYER_HOOKS
 
 
@@ -206,6 +206,10 @@ class PyramidImplMixin:
         out = output[: len(attended.query)]
         attended.ops.paged_attention(out, attended.batch, attended.softmax)
 
+    def names_of_heads(self, kv_cache: torch.Tensor) -> HeadNames | None:
+        """Return how lists may name KV heads, for `attend_to_lists`; None: our kernel attends."""
+        return None
+
     def _parts(self, layer: Any, kv_cache: torch.Tensor) -> CacheParts:
         values = self.context.values if self.context is not None else None
         if (of_rows := SCALED_ROWS.get(self.kv_cache_dtype)) is not None:
@@ -276,4 +280,5 @@ class PyramidImplMixin:
             rotary=context.rotary,
             offsets=offsets,
             rows=parts.rows,
+            head_names=self.names_of_heads(kv_cache),
         )

@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin, metadata_of
 from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, tables_per_layer
-from vllm_pyramid.attention.head_lists import single_heads
-from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.attention.head_lists import head_names, view_of_heads
+from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadNames
 
 
 class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
@@ -41,33 +41,43 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
     ) -> None:
         """Attend by FlashAttention, to each KV head as a request of its own.
 
-        Our kernel attends where a request has several queries (their heads lie between one
-        another), where heads have learned sinks (of which a request of one head would have its
-        own), where FlashAttention reads pages of another size, and where a cache has too many
-        rows for the view's blocks to be numbered in 32 bits.
+        Our kernel attends where lists do not have the names of heads: also where a row has several
+        queries, whose heads lie between one another.
         """
-        batch = attended.batch
-        is_alone = batch.max_query_len == 1 and self.sinks is None
-        is_small = kv_cache.shape[:3].numel() < 2**31
-        if not is_alone or not is_small or getattr(self, "fa4_hd256", False):
+        requests = attended.head_requests
+        if requests is None:
             super().attend_to_lists(layer, attended, kv_cache, metadata, output)
             return
-        lists = single_heads(batch, kv_cache)
+        table = attended.block_table.flatten(0, 1)
+        of_one = len(table), -1, self.head_size
         chosen = metadata_of(attended, metadata)
-        chosen.block_table, chosen.seq_lens = lists.block_table, lists.seq_lens
-        chosen.query_start_loc, chosen.num_actual_tokens = lists.starts, len(lists.query)
-        out = torch.empty_like(lists.query)
+        chosen.block_table, chosen.num_actual_tokens = table, len(table)
+        chosen.query_start_loc, chosen.seq_lens = requests
+        rows = len(attended.block_table)
+        # A copy where a row's query lies next to its keys.
+        query = attended.query[:rows].reshape(of_one)
         FlashAttentionImpl.forward(
             self.of_one_head,
             layer,
-            lists.query,
-            lists.query,  # keys and values are in the cache, and these are not read
-            lists.query,
-            lists.kv_cache,
+            query,
+            query,  # keys and values are in the cache, and these are not read
+            query,
+            view_of_heads(kv_cache),
             chosen,
-            out,
+            output[:rows].view(of_one),
         )
-        output[: len(batch.block_table)] = out.view(len(batch.block_table), *output.shape[1:])
+
+    def names_of_heads(self, kv_cache: torch.Tensor) -> HeadNames | None:
+        """Return the names of KV heads, where FlashAttention may attend to each.
+
+        Not where heads have learned sinks (of which a request of one head would have its own),
+        where FlashAttention reads pages of another size, and where a cache has too many rows for
+        the view's blocks to be numbered in 32 bits.
+        """
+        is_small = kv_cache.shape[:3].numel() < 2**31
+        if self.sinks is not None or not is_small or getattr(self, "fa4_hd256", False):
+            return None
+        return head_names(kv_cache)
 
 
 class PyramidFlashBackend(FlashAttentionBackend):

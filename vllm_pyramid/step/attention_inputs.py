@@ -16,6 +16,28 @@ if TYPE_CHECKING:
     from vllm_pyramid.step.rotary import Rotary
 
 
+class HeadNames(NamedTuple):
+    """Names of each KV head's part of a block, for attention that takes a head for a request.
+
+    Attributes:
+        per_block, per_head: KV head g of block b is `b * per_block + g * per_head`.
+    """
+
+    per_block: int
+    per_head: int
+
+
+class HeadRequests(NamedTuple):
+    """The KV heads of S rows of one query each, as requests of their own.
+
+    Attributes:
+        starts: `[S * G + 1]` int32, where their queries begin. seq_lens: `[S * G]` int32.
+    """
+
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
     """The inputs of one layer's attention. Shape legend as in `kernels/records.py`.
@@ -32,6 +54,9 @@ class AttentionInputs:
         log_sum_exp: `[T, H]` float32 of this attention, or None.
         rows: K and V as compaction moves them, `[P, G, N, row]` each, where a token's row holds
             more than its numbers; None: the caches.
+        head_names: how lists of pages may name their entries where each row has one query; None:
+            lists have blocks.
+        head_requests: what a method's lists with these names belong to; None: it has made none.
     """
 
     ops: Ops
@@ -43,6 +68,8 @@ class AttentionInputs:
     offsets: torch.Tensor | None = None
     log_sum_exp: torch.Tensor | None = None
     rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    head_names: HeadNames | None = None
+    head_requests: HeadRequests | None = None
 
     @property
     def moved(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.host_values.kernels.records import Choosers
 from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
-from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
 from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
@@ -268,30 +268,40 @@ def test_recent_mass_by_the_log_sum_exp_is_one_launch(launches):
         assert launches == [*expected, "recent_mass_kernel"]
 
 
-def test_selecting_pages_allocates_scratch_alone_and_reads_nothing_back(launches):
+def test_choosing_pages_allocates_and_reads_back_nothing(launches):
+    """The numbers with which tests/worker/test_launches.py counts."""
     batch = small_batch([1, 1])
     key, table = batch.key_cache, batch.block_table
     lens, skips = batch.seq_lens, batch.skips
     pool = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
     requests = torch.arange(2, dtype=torch.int32)
     rows = PageBatch(batch.query, table, requests, lens - 1, skips, 16, max_pages=3)
-    out, chosen = torch.zeros(2, 2, 2), PageSelection.empty(2, 2, 2, table.device)
-    budgets = torch.full_like(lens, 2)
+    scores, chosen = torch.zeros(2, 8, 2), PageLists.zeros(2, 2, 2, table.device)
+    inputs = (rows, SOFTMAX, pool, torch.full_like(lens, 2), scores, chosen)
     attended = torch.empty_like(batch.query)
     with Recorder() as recorder:
         page_triton.summarise_pages(pool, key, table, skips, lens, skips, kind="box", max_pages=3)
-        scores = page_triton.score_pages(rows, SOFTMAX, pool, kind="box", out=out)
-        found = page_triton.select_pages(rows, scores, budgets, out=chosen)
+        assert launches == ["summarise_pages_kernel"]
+        page_triton.choose_pages(*inputs, kind="box", key_cache=key)
+        assert launches[1:] == ["page_logits_kernel", "choose_pages_kernel"]
         lists = replace(
-            batch, block_table=found.block_table, seq_lens=found.seq_lens, skips=found.skips
+            batch, block_table=chosen.block_table, seq_lens=chosen.seq_lens, skips=chosen.skips
         )
         triton_ops.paged_attention(attended, lists, SOFTMAX, num_splits=1)
-    assert set(recorder.names) <= {"empty", "slice", "unsqueeze", "view"}
-    assert recorder.names.count("empty") == 1  # the logits
-    assert launches == [
-        *("summarise_pages_kernel", "page_logits_kernel", "page_weights_kernel"),
-        *("select_pages_kernel", "decode_kernel"),
-    ]
+    assert set(recorder.names) <= {"unsqueeze", "view"}
+    assert launches[3:] == ["decode_kernel"] and LAUNCHES["choose_pages"] == 2
+    for message, wrong in (
+        ("max_pages must be known", {0: replace(rows, max_pages=None)}),
+        (r"scores must be \[>= 2, 8, >= 2\], got \[2, 8, 1\]", {4: scores[:, :, :1]}),
+        (r"scores must be float32 \[>= 2", {4: scores[:1]}),
+        ("lists of 2 rows must be contiguous", {5: PageLists.zeros(3, 2, 2, table.device)}),
+        ("recent 0 at least 1", {}),
+    ):
+        given = [wrong.get(place, one) for place, one in enumerate(inputs)]
+        with pytest.raises(ValueError, match=message):
+            page_triton.choose_pages(*given, kind="box", recent=0 if not wrong else 1)
+    with pytest.raises(ValueError, match="kind 'rows'"):
+        page_triton.choose_pages(*(rows, SOFTMAX, key, *inputs[3:]), kind="rows", key_cache=key)
 
 
 def test_lists_of_heads_are_checked(launches):

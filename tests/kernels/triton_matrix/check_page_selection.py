@@ -17,11 +17,12 @@ from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
 from vllm_pyramid.methods.pages.kernels.records import (
+    COMBINES,
     SCORE_KINDS,
     SUMMARY_KINDS,
     SUMMARY_ROWS,
     PageBatch,
-    PageSelection,
+    PageLists,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -82,62 +83,170 @@ def test_summaries(make_paged, ints, geometry, kind):
     close(known, right, 2.0**-7 if INTERPRETED else 2.0**-8, 1e-5)
 
 
+def pool_of(paged: Any, ints: Any, geometry: Any, kind: str) -> torch.Tensor:
+    """Return summaries of all pages, in float32 where a KV head has one query head."""
+    _, group, head_size, dtype, _ = geometry
+    keys = paged.key_cache
+    if kind == "rows":
+        return torch.randn(*keys.shape[:2], 3, head_size, device=keys.device).to(dtype)
+    pool = summaries(page_reference, paged, ints, kind, dtype if group != 1 else torch.float32)
+    inputs = (paged.block_table, ints([0] * 4), ints(LENS), ints(SKIPS))
+    page_reference.summarise_pages(pool, keys, *inputs, kind=kind)
+    return pool
+
+
+NAMES = (3, 7)
+
+
+def chosen(
+    module: Any,
+    rows: PageBatch,
+    softmax: Softmax,
+    pool: torch.Tensor,
+    budgets: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, PageLists]:
+    """Choose into memory whose every number is known: 777 for scores, -5 for names."""
+    (count, heads, _), device = rows.query.shape, rows.query.device
+    scores = torch.full((count + 2, heads, 31), 777.0, device=device)
+    lists = PageLists.zeros(count, pool.shape[1], 25, device)
+    lists.block_table.fill_(-5)
+    rows = replace(rows, max_pages=19)
+    inputs = (rows, softmax, pool, budgets, scores, lists)
+    module.choose_pages(*inputs, names=NAMES, **options)
+    return scores, lists
+
+
+def check_lists(
+    rows: PageBatch,
+    budgets: torch.Tensor,
+    scores: torch.Tensor,
+    lists: PageLists,
+    *,
+    sinks: int = 0,
+    recent: int = 1,
+) -> None:
+    """Compare lists with the reference's for these scores; nothing else is written."""
+    heads, group = lists.head_lens.shape[1], scores.shape[1] // lists.head_lens.shape[1]
+    own = scores[: len(budgets), ::group, :18]
+    right = page_reference.select_pages(rows, own, budgets, sinks=sinks, recent=recent)
+    for s, count in enumerate(right.counts.tolist()):
+        names = right.block_table[s, :, :count] * NAMES[0]
+        names += torch.arange(heads, dtype=torch.int32, device=names.device)[:, None] * NAMES[1]
+        assert torch.equal(lists.block_table[s, :, :count], names)
+        assert (lists.block_table[s, :, count:] == -5).all()
+        visible = int(rows.positions[s]) // 16 - int(rows.skips[s]) // 16 + 1
+        assert (scores[s, :, visible - 1 :] == 777).all(), "a page that the row does not see"
+        assert budgets[s] < visible or (scores[s] == 777).all(), "a row that reads everything"
+    assert (scores[len(budgets) :] == 777).all()
+    assert torch.equal(lists.seq_lens, right.seq_lens) and torch.equal(lists.skips, right.skips)
+    assert torch.equal(lists.head_lens, right.seq_lens[:, None].expand(-1, heads))
+    assert torch.equal(lists.miscounted, right.counts != budgets)
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("kind", SCORE_KINDS)
-def test_scores(make_paged, ints, geometry, kind):
+def test_choice(make_paged, ints, geometry, kind):
+    """Scores as the reference's in float64, and the lists of these scores; also in parts."""
     paged, rows = made(make_paged, ints, geometry)
-    _, group, head_size, dtype, joint = geometry
+    _, group, head_size, _, joint = geometry
     softmax, options = Softmax(head_size**-0.5), {"kind": kind}
     if joint:
         sinks = head_sinks(rows.query.shape[1]).to(rows.query.device) - 7
         softmax = Softmax(head_size**-0.5, soft_cap=5.0, sinks=sinks)
         options["combine"] = "max"
-    pool = paged.key_cache
-    if kind in SUMMARY_KINDS:
-        wanted = dtype if group != 1 else torch.float32
-        starts = ints([0] * 4)
-        pool = summaries(page_reference, paged, ints, kind, wanted)
-        inputs = (paged.block_table, starts, ints(LENS), ints(SKIPS))
-        page_reference.summarise_pages(pool, paged.key_cache, *inputs, kind=kind)
-    elif kind == "rows":
-        pool = torch.randn(*pool.shape[:2], 3, head_size, device=pool.device).to(dtype)
+    pool = pool_of(paged, ints, geometry, kind)
     right = page_reference.score_pages(rows, softmax, pool, **options, compute_dtype=torch.float64)
-    found = page_triton.score_pages(rows, softmax, pool, **options)
-    assert found.shape == right.shape and not right.isnan().any()
-    close(found.exp(), right.exp(), 1e-4, 0.0)  # -inf behind the last candidate
-    close(found.nan_to_num(neginf=0), right.nan_to_num(neginf=0), 5e-4, 1e-6)
-    assert torch.equal(found == -torch.inf, right == -torch.inf)
-    out = torch.zeros(9, *right.shape[1:2], right.shape[2] + 5, device=right.device)
-    held = page_triton.score_pages(
-        replace(rows, max_pages=right.shape[2] + 1), softmax, pool, **options, out=out
-    )
-    assert held.data_ptr() == out.data_ptr()
-    assert torch.equal(held[:, :, : right.shape[2]], found)
-    assert (held[:, :, right.shape[2] :] == -torch.inf).all()
+    budgets = ints([1, 3, 4, 2, 7])
+    scores, lists = chosen(page_triton, rows, softmax, pool, budgets, **options)
+    assert not lists.unranked.any()
+    check_lists(rows, budgets, scores, lists)
+    for s in range(1, 5):  # the first has one page
+        candidates = int(right[s, 0].isfinite().sum())
+        found = scores[s, ::group, :candidates]
+        close(found, right[s, :, :candidates], 5e-4, 1e-6)
+    numbers = (rows.query, rows.requests, rows.positions, rows.skips)
+    query, *ranges = (one[1:4] for one in numbers)
+    part = PageBatch(query, rows.block_table, *ranges, 16)
+    again, of_part = chosen(page_triton, part, softmax, pool, budgets[1:4], **options)
+    assert torch.equal(again[:3], scores[1:4])
+    assert torch.equal(of_part.block_table, lists.block_table[1:4])
 
 
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (2, 3), (1, 30)])
-@pytest.mark.parametrize("levels", [3, 1000])
-def test_selection(make_paged, ints, sinks, recent, levels):
-    """Compare every number with the reference, with ties and budgets beyond all pages."""
-    _, rows = made(make_paged, ints, (2, 1, 64, torch.bfloat16, False))
-    generator = torch.Generator().manual_seed(levels)
-    scores = torch.randint(0, levels, (5, 2, 18), generator=generator).float() - 2
-    scores = scores.to(rows.query.device)
+@pytest.mark.parametrize("levels", [1, 3, 1000])
+def test_lists(make_paged, ints, sinks, recent, levels):
+    """With pages of few different summaries, whose scores are equal; budgets beyond all pages."""
+    geometry = (2, 2, 64, torch.bfloat16, False)
+    paged, rows = made(make_paged, ints, geometry)
+    pool = pool_of(paged, ints, geometry, "spread")
+    entries = torch.randint(-2, 3, (levels, *pool.shape[1:]), device=pool.device).to(pool.dtype)
+    rows = replace(rows, query=rows.query.sign())  # products are exact, whatever the order
+    kinds = torch.randint(0, levels, (len(pool),), generator=torch.Generator().manual_seed(levels))
+    pool.copy_(entries[kinds.to(pool.device)])
+    options = {"sinks": sinks, "recent": recent}
     for budgets in ([1, 3, 4, 2, 7], [50, 50, 6, 1, 18]):
-        options = {"sinks": sinks, "recent": recent}
-        right = page_reference.select_pages(rows, scores, ints(budgets), **options)
-        found = page_triton.select_pages(rows, scores, ints(budgets), **options)
-        held = PageSelection.empty(7, 2, right.pages.shape[2] + 3, scores.device)
-        wide = page_triton.select_pages(rows, scores, ints(budgets), **options, out=held)
-        width = right.pages.shape[2]
-        for name in ("pages", "block_table", "counts", "seq_lens", "skips"):
-            assert torch.equal(getattr(found, name), getattr(right, name)), name
-            part = getattr(wide, name)
-            assert torch.equal(
-                part if part.dim() == 1 else part[:, :, :width], getattr(right, name)
-            )
-        assert (wide.pages[:, :, width:] == -1).all() and not wide.block_table[:, :, width:].any()
+        inputs = (rows, Softmax(0.125), pool, ints(budgets))
+        scores, lists = chosen(page_triton, *inputs, kind="spread", **options)
+        check_lists(rows, ints(budgets), scores, lists, **options)
+        for g in range(2):  # pages with one summary have one score, so lists have ties
+            few = levels if levels < 9 and max(budgets) < 9 and recent < 30 else 10
+            assert len(scores[4, 2 * g, :10].unique()) <= few
+        twin = chosen(page_reference, *inputs, kind="spread", **options)
+        check_lists(rows, ints(budgets), *twin, **options)
+
+
+@pytest.mark.parametrize("combine", COMBINES)
+def test_rows_with_nan_are_flagged(make_paged, ints, combine):
+    """One KV head of a row has NaN, and chooses as if its scores were 0; others do not change."""
+    geometry = (2, 2, 64, torch.float32, False)
+    paged, rows = made(make_paged, ints, geometry)
+    pool, budgets = pool_of(paged, ints, geometry, "box"), ints([1, 3, 4, 2, 7])
+    options = {"kind": "box", "combine": combine}
+    before, lists = chosen(page_triton, rows, Softmax(0.125), pool, budgets, **options)
+    pool[rows.block_table[3, 12], 1] = float("nan")
+    pool[rows.block_table[2, 1], 0, 5] = float("inf")
+    for module in (page_triton, page_reference):
+        scores, found = chosen(module, rows, Softmax(0.125), pool, budgets, **options)
+        assert found.unranked.tolist() == [False, False, False, True, True]
+        check_lists(rows, budgets, scores, found)
+        assert not scores[4, 2, :10].any() and not scores[3, 0, :3].any()
+        assert torch.equal(found.block_table[:3], lists.block_table[:3])
+        assert torch.equal(found.block_table[4, 0], lists.block_table[4, 0])
+    everything, found = chosen(page_triton, rows, Softmax(0.125), pool, ints([50] * 5), **options)
+    assert not found.unranked.any() and (everything == 777).all() and not before.isnan().any()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("kind", SUMMARY_KINDS)
+def test_pages_that_rows_fill_are_summarised(make_paged, ints, geometry, kind):
+    """The rows' own pages, where their tokens are the last of them; no other entry changes."""
+    paged, rows = made(make_paged, ints, geometry)
+    positions = ints([0, 143, 149, 63, 287])
+    rows = replace(rows, positions=positions)
+    softmax, budgets = Softmax(geometry[2] ** -0.5), ints([1, 3, 4, 2, 7])
+    pool = pool_of(paged, ints, geometry, kind)
+    blocks = [rows.block_table[r, p] for r, p in ((1, 8), (2, 3), (3, 17))]
+    for block in blocks:
+        pool[block] = 0.0
+    before, twin = pool.clone(), pool.clone()
+    keys = {"kind": kind, "key_cache": paged.key_cache}
+    scores, lists = chosen(page_triton, rows, softmax, pool, budgets, **keys)
+    chosen(page_reference, rows, softmax, twin, budgets, **keys)
+    close(pool, twin, 2.0**-7 if pool.dtype != torch.float32 else 1e-5, 1e-5)
+    check_lists(rows, budgets, scores, lists)
+    for block in blocks:
+        assert pool[block].any()
+        before[block] = pool[block]
+    torch.testing.assert_close(pool, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_programs_fill_a_device_and_share_long_rows():
+    device = torch.device("cpu")  # which four programs fill
+    assert page_triton.num_parts(1, 256, device) == 8
+    assert [page_triton.num_parts(1, tiles, device) for tiles in (1, 2, 64)] == [1, 2, 8]
+    assert [page_triton.num_parts(4, tiles, device) for tiles in (1, 64, 300)] == [1, 2, 10]
+    assert [page_triton.num_parts(2048, tiles, device) for tiles in (1, 32, 33)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -151,7 +260,7 @@ def test_attention_reads_the_lists_of_each_head(make_paged, ints, geometry, spli
     starts, softmax = ints(list(range(6))), Softmax(head_size**-0.5)
     caches = (rows.query, paged.key_cache, paged.value_cache)
     out, dense = torch.empty_like(rows.query), torch.empty_like(rows.query)
-    everything = page_triton.select_pages(rows, scores, ints([99] * 5))
+    everything = page_reference.select_pages(rows, scores, ints([99] * 5))
     table = paged.block_table[rows.requests.long()]
     whole = AttentionBatch(*caches, table, starts, rows.positions + 1, rows.skips)
     triton_ops.paged_attention(dense, whole, softmax, num_splits=splits)
@@ -161,7 +270,7 @@ def test_attention_reads_the_lists_of_each_head(make_paged, ints, geometry, spli
     torch.testing.assert_close(out, dense, rtol=tolerance, atol=tolerance)
     seen = rows.skips < 16  # their tiles begin where those of the table do
     assert torch.equal(out[seen], dense[seen]) and seen.any()
-    found = page_triton.select_pages(rows, scores, ints([4] * 5), recent=2)
+    found = page_reference.select_pages(rows, scores, ints([4] * 5), recent=2)
     lists = (found.block_table, starts, found.seq_lens, found.skips)
     batch = AttentionBatch(*caches, *lists)
     right = torch.empty(rows.query.shape, dtype=torch.float64, device=out.device)

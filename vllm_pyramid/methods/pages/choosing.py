@@ -7,8 +7,8 @@ Where tables are shifted (`attention/shifted_tables.py`), positions count from t
 a layer's table has, and nothing in it is skipped. On such devices sizes are multiples of 16, since
 Triton compiles other kernels for other strides.
 
-Shape legend: L layers, R requests of the step, S rows of attention, C rows that choose, G KV heads,
-W pages of a selected table.
+Shape legend: L layers, R requests of the step, S rows of attention, C rows that choose, H query
+heads, G KV heads, W pages of a selected table.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists, PageSelection
 from vllm_pyramid.methods.pages.step_rows import FullPages, IntArray, RowsOfStep, StepReadsPlan
-from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadRequests
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
@@ -66,7 +66,9 @@ class Choosing:
 
     Attributes:
         rows: all rows of the step's attention.
-        starts: `[S + 1]` int32, where the queries of each of them begin.
+        starts: `[S + 1]` int32, where the queries of each of them begin. head_starts: `[S * G + 1]`
+            int32, where those of each KV head begin; None: some row has several queries or reads
+            everything, or tables are not shifted.
         tokens: `[C]` int64, the tokens of the rows that choose; None: all of the step's.
         requests: `[C]` int32. request_ids: their names.
         seq_lens, skips: `[L, S]` int32, of all rows, in each layer's table.
@@ -76,12 +78,17 @@ class Choosing:
             choose. whole_requests: `[S - C]` int64.
         max_query_len: the most queries of a row. max_pages: the most pages of a table.
         visible: the largest number of pages that a row sees, for each layer, padded.
-        scores: `[<= ROWS_AT_ONCE, G, pages]` float32 of the current layer.
-        selection: of the current layer; the next one that selects writes over it.
+        scores: `[<= ROWS_AT_ONCE, G, pages]` float32 of the current layer; `[..., H, ...]` where
+            tables are shifted.
+        selection: of the current layer; the next one that selects writes over it. Lists where
+            tables are shifted; their flags are the step's.
+        fills: whether the choice summarises what the rows fill: tables are shifted, and each
+            request has one row. Others may choose among the pages that the step fills.
     """
 
     rows: RowsOfStep
     starts: torch.Tensor
+    head_starts: torch.Tensor | None
     tokens: torch.Tensor | None
     requests: torch.Tensor
     request_ids: tuple[str, ...]
@@ -96,25 +103,29 @@ class Choosing:
     max_pages: int
     visible: list[int]
     scores: torch.Tensor
-    selection: PageSelection
+    selection: PageSelection | PageLists
+    fills: bool
 
     @classmethod
     def of(
         cls,
         step: Step,
         plan: StepReadsPlan,
-        kv_heads: int,
+        heads: tuple[int, int],
         dense_layers: int,
         block_size: int,
         device: torch.device,
         *,
         shifted: bool,
+        scores: torch.Tensor | None = None,
     ) -> Choosing | None:
         """Return the rows of a step; None if no token chooses.
 
         Args:
+            heads: H and G.
             dense_layers: number of the lowest layers, which do not select.
             shifted: whether the layers' tables are.
+            scores: memory for them that stays; None: allocate it.
         """
         if not plan.chooses.any():
             return None
@@ -123,17 +134,26 @@ class Choosing:
         skips = step.skips[:, rows.requests]
         seq_lens = rows.seq_lens - skips if shifted else np.tile(rows.seq_lens, (len(skips), 1))
         skips = np.zeros_like(skips) if shifted else skips
-        tokens = indices = None
+        tokens = indices = head_starts = None
+        (num_heads, kv_heads), count = heads, len(chosen)
         max_pages, max_query_len = 0, 1
         if len(rows.whole):
             tokens = upload(rows.starts[chosen].astype(np.int64), device)
             indices = upload(np.concatenate([chosen, rows.whole]), device)
             max_pages = -(-int(seq_lens[:, rows.whole].max()) // block_size)
             max_query_len = int(np.diff(rows.starts).max())
+        elif shifted:
+            head_starts = torch.arange(count * kv_heads + 1, dtype=torch.int32, device=device)
         planned = plan.planned[:, plan.chooses].astype(np.int32, order="C")
         width = padded(int(planned[dense_layers:].max()), tile)
         visible = plan.visible[:, plan.chooses].max(axis=1)
         visible = [padded(most - 1, tile) + 1 for most in visible.tolist()]
+        if scores is None:
+            shape = min(count, ROWS_AT_ONCE), num_heads if shifted else kv_heads
+            scores = torch.empty(*shape, max(visible[dense_layers:]) - 1, device=device)
+        memory = (PageLists.zeros if shifted else PageSelection.empty)(
+            count, kv_heads, width, device
+        )
 
         def put(array: IntArray) -> torch.Tensor:
             return upload(np.ascontiguousarray(array), device)
@@ -141,6 +161,7 @@ class Choosing:
         return cls(
             rows,
             put(rows.starts),
+            head_starts,
             tokens,
             put(rows.requests[chosen]),
             tuple(step.requests[row].request_id for row in rows.requests[chosen].tolist()),
@@ -154,13 +175,9 @@ class Choosing:
             max_query_len,
             max(width, padded(max_pages, tile)),
             visible,
-            torch.empty(
-                min(len(chosen), ROWS_AT_ONCE),
-                kv_heads,
-                max(visible[dense_layers:]) - 1,
-                device=device,
-            ),
-            PageSelection.empty(len(chosen), kv_heads, width, device),
+            scores,
+            memory,
+            head_starts is not None and bool((step.scheduled == 1).all()),
         )
 
     def queries_of(self, query: torch.Tensor) -> torch.Tensor:
@@ -205,10 +222,24 @@ class Choosing:
         return table, seq_lens, skips
 
 
-def parts_of(rows: int) -> Iterator[slice]:
-    """Yield the rows that are scored at once, one part after the other."""
-    for first in range(0, rows, ROWS_AT_ONCE):
-        yield slice(first, min(first + ROWS_AT_ONCE, rows))
+def parts_of(rows: int, scores: torch.Tensor) -> Iterator[slice]:
+    """Yield the rows that are scored at once, as many as `scores` has, one part after the other."""
+    for first in range(0, rows, len(scores)):
+        yield slice(first, min(first + len(scores), rows))
+
+
+def head_requests(
+    inputs: AttentionInputs, lists: PageLists, starts: torch.Tensor
+) -> HeadRequests | None:
+    """Return S rows of one query as requests of their KV heads, where lists name these.
+
+    Args:
+        starts: `[>= S * G + 1]` int32, ascending numbers from 0.
+    """
+    if inputs.head_names is None:
+        return None
+    seq_lens = lists.head_lens.flatten()
+    return HeadRequests(starts[: len(seq_lens) + 1], seq_lens)
 
 
 def padded(size: int, tile: int) -> int:

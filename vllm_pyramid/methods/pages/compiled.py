@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_pyramid.methods.pages.choosing import TILE, padded
-from vllm_pyramid.methods.pages.kernels import page_ops
-from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.kernels import device_page_ops
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.pages import SelectPages
@@ -36,7 +36,10 @@ def compile_kernels(
     most = padded(-(-batch.max_seq_len // size), TILE)
     length = min(batch.max_seq_len, batch.block_table.shape[1] * size)
     zero, one = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, 1))
-    summaries.add_decoded(inputs, zero, one, zero)
+    own, pool = device_page_ops(ops), summaries.multiplied()
+    if scorer.summary_kind is not None:
+        written = (summaries.rows, inputs.key_cache, batch.block_table, zero, one, zero)
+        own.summarise_pages(*written, kind=scorer.summary_kind, max_pages=1)
     rows = PageBatch(
         inputs.query[:1],
         batch.block_table,
@@ -45,23 +48,21 @@ def compile_kernels(
         max_pages=most + 1,
         key_scale=inputs.key_scale,
     )
-    own = page_ops(ops)
-    scores = own.score_pages(
-        rows,
-        inputs.softmax,
-        summaries.multiplied(),
-        kind=scorer.score_kind,
-        combine=selection.combine,
-        out=torch.empty(1, heads, most, device=device),
-    )
-    chosen = own.select_pages(
-        rows,
-        scores,
-        one * most,
-        sinks=bounds.sinks,
-        recent=bounds.recent,
-        out=PageSelection.empty(1, heads, most, device),
-    )
+    chosen = PageLists.zeros(1, heads, most, device)
+    for keys in (None, inputs.key_cache):  # decode steps summarise what they fill
+        own.choose_pages(
+            rows,
+            inputs.softmax,
+            pool,
+            one * min(most, bounds.sinks + bounds.recent + 1),
+            torch.empty(1, inputs.query.shape[1], most, device=device),
+            chosen,
+            kind=scorer.score_kind,
+            combine=selection.combine,
+            sinks=bounds.sinks,
+            recent=bounds.recent,
+            key_cache=keys,
+        )
     out = torch.empty_like(inputs.query[:1])
     for queries in (1, 2):  # with two there are kernels of prompts, too
         for longest in (batch.max_seq_len, most * size):

@@ -5,10 +5,10 @@ A graph of a whole decode step replays the kernels that were launched when it wa
 the tensors of that moment. So each step writes its numbers into these, before the graph is
 replayed, and sizes are those of the longest sequence: each row of a step is one query, which reads
 as many pages as its budget says. A row that reads everything has the number of its visible pages as
-its budget.
+its budget. Only that much of the memory is touched.
 
-Shape legend: L layers, R_max requests, G KV heads, W pages of a sequence of the greatest length,
-N tokens of a page.
+Shape legend: L layers, R_max requests, H query heads, G KV heads, W pages of a sequence of the
+greatest length.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, padded
-from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.choosing import TILE, head_requests, padded
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
 from vllm_pyramid.step.upload import upload
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
     from vllm_pyramid.step.attention_inputs import AttentionInputs
     from vllm_pyramid.step.step import Step
+
+
+# Rows that are scored at once: as many as vLLM captures graphs of by itself.
+AT_ONCE = 512
 
 
 class DecodeRows:
@@ -36,13 +40,10 @@ class DecodeRows:
         positions: `[L, R_max]` int32, of each row's query, counted from the first token that a
             layer's table has.
         budgets: `[L, R_max]` int32, pages that each row reads.
-        starts, ends: `[L, R_max]` int32, first and one behind the last position of the page that a
-            row's token fills; equal where it fills none.
-        no_skips: `[R_max]` int32, zeros. query_starts: `[R_max + 1]` int32, where queries begin.
-        unranked, miscounted: `[R_max]` bool, rows whose scores have NaN, and rows whose tables
-            have other numbers of pages than was planned, in any layer of the step.
-        scores: `[<= ROWS_AT_ONCE, G, W]` float32 of the current layer.
-        selection: of the current layer, for R_max rows of W pages.
+        no_skips: `[R_max]` int32, zeros.
+        starts: `[R_max * G + 1]` int32, where queries begin, of rows or of their KV heads.
+        scores: `[<= AT_ONCE, H, W]` float32, scratch of the current layer.
+        lists: of the current layer, for R_max rows of W pages; their flags are the step's.
 
     Args:
         max_len: tokens of the longest sequence.
@@ -52,6 +53,7 @@ class DecodeRows:
         self,
         num_layers: int,
         rows: int,
+        heads: int,
         kv_heads: int,
         max_len: int,
         block_size: int,
@@ -62,15 +64,13 @@ class DecodeRows:
         # Each layer's part begins at a multiple of 16 bytes, or Triton compiles other kernels.
         width = padded(rows, 4)
         with torch.inference_mode(False):  # as vLLM's buffers, which outlive a step
-            self._numbers = torch.zeros(4, num_layers, width, dtype=torch.int32, device=device)
-            self.positions, self.budgets, self.starts, self.ends = self._numbers
+            self._numbers = torch.zeros(2, num_layers, width, dtype=torch.int32, device=device)
+            self.positions, self.budgets = self._numbers
             self.budgets.fill_(1)
             self.no_skips = torch.zeros(rows, dtype=torch.int32, device=device)
-            self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-            self.unranked, self.miscounted = torch.zeros(2, rows, dtype=torch.bool, device=device)
-            at_once = min(rows, ROWS_AT_ONCE)
-            self.scores = torch.zeros(at_once, kv_heads, self.pages, device=device)
-            self.selection = PageSelection.empty(rows, kv_heads, self.pages, device)
+            self.starts = torch.arange(rows * kv_heads + 1, dtype=torch.int32, device=device)
+            self.scores = torch.zeros(min(rows, AT_ONCE), heads, self.pages, device=device)
+            self.lists = PageLists.zeros(rows, kv_heads, self.pages, device)
 
     @staticmethod
     def fit(step: Step) -> bool:
@@ -83,25 +83,21 @@ class DecodeRows:
         positions = step.computed - step.skips
         budgets = positions // size + 1
         budgets[:, plan.requests] = plan.planned  # the others are inside their prompts
-        ends = (positions + 1) // size * size
         rows = positions.shape[1]
-        numbers = np.zeros((4, len(positions), max(rows, self._written)), np.int32)
+        numbers = np.zeros((2, len(positions), max(rows, self._written)), np.int32)
         numbers[1] = 1
-        for array, own in zip(
-            numbers, (positions, budgets, np.minimum(positions, ends), ends), strict=True
-        ):
-            array[:, :rows] = own
+        numbers[:, :, :rows] = positions, budgets
         self._written = rows
         self._numbers[:, :, : numbers.shape[2]].copy_(upload(numbers, self._numbers.device))
-        self.unranked.zero_()
-        self.miscounted.zero_()
+        self.lists.unranked.zero_()
+        self.lists.miscounted.zero_()
 
     def batch(self, inputs: AttentionInputs, part: slice) -> PageBatch:
         """Return a part of a layer's rows."""
         return PageBatch(
             inputs.query[part],
             inputs.block_table,
-            self.query_starts[part],  # row r is of request r
+            self.starts[part],  # row r is of request r
             self.positions[inputs.layer][part],
             self.no_skips[part],
             self._block_size,
@@ -112,17 +108,18 @@ class DecodeRows:
     def attended(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return a layer's attention over the lists that its rows have chosen."""
         batch, count = inputs.batch, len(inputs.batch.seq_lens)
-        chosen = self.selection.of_rows(slice(0, count))
+        chosen = self.lists.of_rows(slice(0, count))
         return replace(
             inputs,
             batch=replace(
                 batch,
                 query=batch.query[:count],
                 block_table=chosen.block_table,
-                query_start_loc=self.query_starts[: count + 1],
+                query_start_loc=self.starts[: count + 1],
                 seq_lens=chosen.seq_lens,
                 skips=chosen.skips,
                 max_query_len=1,
                 max_seq_len=self.pages * self._block_size,
             ),
+            head_requests=head_requests(inputs, chosen, self.starts),
         )

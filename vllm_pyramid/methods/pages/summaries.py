@@ -88,24 +88,6 @@ class Summaries:
             blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)]
             self._add_blocks(inputs, blocks.long(), queries)
 
-    def add_decoded(
-        self,
-        inputs: AttentionInputs,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        skips: torch.Tensor,
-    ) -> None:
-        """Summarise the page that each row of a decode step may fill, by the scorer's kernel.
-
-        Such steps may be captured: nothing but the contents of the tensors depends on them.
-
-        Args:
-            starts, ends: `[R]`, of the tokens that are new. skips: `[R]`, tokens that are not
-                there.
-        """
-        if self._scorer.summary_kind is not None:
-            self._add_ranges(inputs, inputs.block_table, starts, ends, skips, max_pages=1)
-
     def add_survivors(self, batch: EvictionBatch, block_size: int) -> None:
         """Summarise the pages of what an eviction has kept, which hold other keys now.
 

@@ -15,11 +15,11 @@ import torch
 from vllm_pyramid.step.failures import METHOD, SCORES, Failure
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_pyramid.methods.pages.choosing import Choosing
-    from vllm_pyramid.methods.pages.decode_rows import DecodeRows
-    from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
+    from vllm_pyramid.methods.pages.kernels.records import PageLists
     from vllm_pyramid.step.failures import Failures
-    from vllm_pyramid.step.step import Step
 
 _UNRANKED = Failure(
     SCORES, "its keys or queries have NaN or infinity, so its pages cannot be ranked"
@@ -36,74 +36,42 @@ def fail_unranked(
 ) -> None:
     """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
 
-    The scheduler does not hear of it from a pipeline stage before the last one. So their queries
-    become NaN, and the pages of the layers above have NaN for scores, too.
-
     Args:
-        part: of the rows that choose. scores: `[rows of it, G, pages]`.
+        part: of the rows that choose. scores: `[rows of it, G, pages]`, on the host.
         query: `[T, H, D]` of the step.
     """
     # Scores are weights, or -inf, so no sum of them is NaN unless one of them is.
-    if scores.device.type == "cpu" and not math.isnan(scores.sum()):
+    if not math.isnan(scores.sum()):
         return
     wrong = scores.flatten(1).sum(dim=1).isnan()
     failures.flag(_UNRANKED, choosing.request_ids[part], wrong)
     scores.masked_fill_(wrong[:, None, None], 0.0)
-    if failures.is_heard_in_evictions:
-        own = query[part] if choosing.tokens is None else query[choosing.tokens[part]]
-        own = own.masked_fill(wrong[:, None, None], torch.nan)
-        if choosing.tokens is None:
-            query[part] = own
-        else:
-            query.index_copy_(0, choosing.tokens[part], own)
+    pass_on(failures, choosing, part, wrong, query)
 
 
-def flag_decoding(step: Step, rows: DecodeRows) -> None:
-    """Let the requests of a decode step fail whose rows will be flagged when the device has them.
-
-    Call it before the step's layers. Nothing is read here, unless the flags are on the CPU: there
-    `note_unranked` and `note_miscounted` say so.
-    """
-    names = [request.request_id for request in step.requests]
-    if rows.unranked.device.type != "cpu":
-        step.failures.flag(_UNRANKED, names, rows.unranked[: len(names)])
-        step.failures.flag(_OTHER_COUNTS, names, rows.miscounted[: len(names)])
-
-
-def note_unranked(step: Step | None, rows: DecodeRows, part: slice, scores: torch.Tensor) -> None:
-    """Flag rows of a decode step that have NaN for scores, which are then replaced, in place.
-
-    Args:
-        step: None while a graph is captured. part: rows. scores: `[rows of it, G, pages]`.
-    """
-    wrong = scores.flatten(1).sum(dim=1).isnan()
-    scores.masked_fill_(wrong[:, None, None], 0.0)
-    _note(step, rows.unranked, part, wrong, _UNRANKED)
-
-
-def note_miscounted(step: Step | None, rows: DecodeRows, part: slice, wrong: torch.Tensor) -> None:
-    """Flag rows of a decode step whose tables have other numbers of pages than were planned."""
-    _note(step, rows.miscounted, part, wrong, _OTHER_COUNTS)
-
-
-def _note(
-    step: Step | None, flags: torch.Tensor, part: slice, wrong: torch.Tensor, failure: Failure
+def pass_on(
+    failures: Failures, choosing: Choosing, part: slice, wrong: torch.Tensor, query: torch.Tensor
 ) -> None:
-    flags[part].logical_or_(wrong)
-    if step is not None and wrong.device.type == "cpu":
-        names = [request.request_id for request in step.requests][part]
-        step.failures.flag(failure, names, wrong[: len(names)])
+    """Make the queries of failed rows NaN in a pipeline stage before the last one.
 
-
-def note_counts(failures: Failures, plan: StepReadsPlan, choosing: Choosing, layer: int) -> None:
-    """Take note of the pages in the tables that attention is given.
-
-    On the CPU the plan compares them when the step ends, and the engine stops if they differ. Of
-    other devices' tables the device compares them, and requests fail for which they differ.
+    The scheduler does not hear of a failure there. With these queries the pages of the layers above
+    have NaN for scores, too.
     """
-    counts = choosing.selection.counts
-    if counts.device.type == "cpu":
-        plan.note(layer, counts.numpy())
+    if not failures.is_heard_in_evictions:
         return
-    failures.flag(_OTHER_COUNTS, choosing.request_ids, counts != choosing.budgets[layer])
-    plan.note_planned(layer)
+    own = query[part] if choosing.tokens is None else query[choosing.tokens[part]]
+    own = own.masked_fill(wrong[:, None, None], torch.nan)
+    if choosing.tokens is None:
+        query[part] = own
+    else:
+        query.index_copy_(0, choosing.tokens[part], own)
+
+
+def flag_lists(failures: Failures, request_ids: Sequence[str], lists: PageLists) -> None:
+    """Let the requests fail whose rows are flagged, or will be when the device has chosen.
+
+    Call it before the step's layers, and where flags are on the CPU again behind each of them.
+    """
+    rows = len(request_ids)
+    failures.flag(_UNRANKED, request_ids, lists.unranked[:rows])
+    failures.flag(_OTHER_COUNTS, request_ids, lists.miscounted[:rows])

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling, parts_of
+from vllm_pyramid.methods.pages.chooser import PageChooser, names_of
+from vllm_pyramid.methods.pages.choosing import (
+    ROWS_AT_ONCE,
+    TILE,
+    Choosing,
+    Filling,
+)
 from vllm_pyramid.methods.pages.compiled import compile_kernels
-from vllm_pyramid.methods.pages.decode_rows import DecodeRows
-from vllm_pyramid.methods.pages.kernels import page_ops
+from vllm_pyramid.methods.pages.decode_rows import AT_ONCE, DecodeRows
+from vllm_pyramid.methods.pages.kernels.records import PageLists
 from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.step_rows import Bounds, StepReadsPlan
 from vllm_pyramid.methods.pages.summaries import Summaries
-from vllm_pyramid.methods.pages.unranked import (
-    fail_unranked,
-    flag_decoding,
-    note_counts,
-    note_miscounted,
-    note_unranked,
-)
+from vllm_pyramid.methods.pages.unranked import flag_lists
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.hooks import (
@@ -40,7 +40,6 @@ from vllm_pyramid.step.step import Step, WorkerRequest
 
 if TYPE_CHECKING:
     from vllm_pyramid.methods.pages import SelectPages
-    from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
     from vllm_pyramid.plan import IntArray
     from vllm_pyramid.policy.policy import Policy
 
@@ -70,6 +69,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             selection.recent_pages(context.block_size),
             selection.min_context,
         )
+        self._chooser = PageChooser(selection, self._bounds, self.summaries)
         layers = [spec.layer_idx for spec in context.specs]
         self._layers = slice(layers[0], layers[-1] + 1)
         self._queries: PageQueries | None = None
@@ -98,13 +98,17 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             return self._queries.bytes_of(requests)
         if self.context.device.type == "cpu":
             return 0
-        # Logits and scores of a part, and three lists of pages for each request.
+        # Scores of a part, lists of pages for each request, and with those that read everything.
         pages = -(-config.model_config.max_model_len // self._bounds.block_size) + TILE
-        heads = config.model_config.get_num_attention_heads(config.parallel_config)
-        lists = ROWS_AT_ONCE * (heads + self._kv_heads) + 3 * requests * self._kv_heads
-        if self.context.whole_graphs():  # `DecodeRows`, next to what other steps take
-            lists += self._kv_heads * (min(requests, ROWS_AT_ONCE) + 2 * requests)
-        return 4 * pages * lists
+        at_once, lists = ROWS_AT_ONCE, 2
+        if self.context.whole_graphs():  # `DecodeRows`, whose scores are all steps'
+            at_once, lists = min(requests, AT_ONCE), 3
+        return 4 * pages * (at_once * self._num_heads() + lists * requests * self._kv_heads)
+
+    def _num_heads(self) -> int:
+        config = self.context.config
+        found: int = config.model_config.get_num_attention_heads(config.parallel_config)
+        return found
 
     def allocate(self, num_blocks: int) -> None:
         self.summaries.allocate(num_blocks, self.context.device)
@@ -114,6 +118,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             self._decode_rows = DecodeRows(
                 self._layers.stop,  # all layers: such graphs have one pipeline stage
                 config.scheduler_config.max_num_seqs,
+                self._num_heads(),
                 self._kv_heads,
                 config.model_config.max_model_len,
                 self._bounds.block_size,
@@ -142,23 +147,25 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         if self._decodes:
             assert rows is not None
             rows.write(step, self._plan)
-            flag_decoding(step, rows)
+            flag_lists(step.failures, names_of(step), rows.lists)
             for layer in range(self._layers.start, self._layers.stop):
                 self._plan.note_planned(layer)  # a replayed graph calls nothing
 
-    def _prepare(self, step: Step, plan: StepReadsPlan, *, shifted: bool) -> None:
-        """Make what the step's kernels take, when the first layer that selects says of its table.
-
-        Args:
-            shifted: whether tables begin with the first block that a layer holds.
-        """
-        size, device = self._bounds.block_size, self.context.device
+    def _prepare(self, step: Step, plan: StepReadsPlan, inputs: AttentionInputs) -> None:
+        """Make what the step's kernels take, when the first layer that selects has its table."""
+        size, device, shifted = self._bounds.block_size, self.context.device, inputs.shifted
         self._is_prepared = True
-        self._filled = Filling.of(step, size, device, shifted=shifted)
+        heads, rows = (inputs.query.shape[1], self._kv_heads), self._decode_rows
+        memory = None if rows is None else rows.scores
         dense = self.selection.dense_layers
-        self._choosing = Choosing.of(
-            step, plan, self._kv_heads, dense, size, device, shifted=shifted
+        choosing = Choosing.of(
+            step, plan, heads, dense, size, device, shifted=shifted, scores=memory
         )
+        if choosing is not None and isinstance(choosing.selection, PageLists):
+            flag_lists(step.failures, choosing.request_ids, choosing.selection)
+        self._choosing, self._filled = choosing, None
+        if choosing is None or not choosing.fills:
+            self._filled = Filling.of(step, size, device, shifted=shifted)
         if self._queries is not None:
             self._queries.begin_step(step, None if self._filled is None else self._filled.pages)
 
@@ -180,14 +187,17 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         """Summarise the pages that are full now, and return tables of the pages that are read."""
         rows = self._decode_rows
         if rows is not None and self._is_decoding(inputs):
-            return self._select_decoding(inputs, rows)
+            if inputs.layer < self.selection.dense_layers:
+                return inputs
+            self._chooser.decode(inputs, self._step, rows)
+            return rows.attended(inputs)
         if self._step is None or self._plan is None:
             return inputs
         if inputs.layer < self.selection.dense_layers:
             self._plan.note_dense(inputs.layer)
             return inputs
         if not self._is_prepared:
-            self._prepare(self._step, self._plan, shifted=inputs.shifted)
+            self._prepare(self._step, self._plan, inputs)
         queries = None
         if self._queries is not None:
             queries = self._queries.take(inputs, fills=self._filled is not None)
@@ -202,67 +212,19 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         """Return whether the step is one that graphs are made of: being captured, or decoding."""
         return self._decodes if self._step is not None else inputs.batch.max_query_len == 1
 
-    def _select_decoding(self, inputs: AttentionInputs, rows: DecodeRows) -> AttentionInputs:
-        """Summarise pages, and do what `_select` does, for all rows of a decode step.
-
-        Nothing here depends on the step but the contents of tensors that stay, so it may be
-        captured.
-        """
-        layer, count = inputs.layer, len(inputs.batch.seq_lens)
-        if layer < self.selection.dense_layers:
-            return inputs
-        of_rows = rows.starts[layer][:count], rows.ends[layer][:count], rows.no_skips[:count]
-        self.summaries.add_decoded(inputs, *of_rows)
-        for part in parts_of(count):
-            budgets, chosen = rows.budgets[layer][part], rows.selection.of_rows(part)
-            pages = rows.batch(inputs, part)
-            scores = self._score(inputs, pages, rows.scores[: part.stop - part.start])
-            note_unranked(self._step, rows, part, scores)
-            self._choose(inputs, pages, scores, budgets, chosen)
-            note_miscounted(self._step, rows, part, chosen.counts != budgets)
-        return rows.attended(inputs)
-
-    def _score(self, inputs: AttentionInputs, pages: PageBatch, out: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the pages that rows see."""
-        return page_ops(inputs.ops).score_pages(
-            pages,
-            inputs.softmax,
-            self.summaries.multiplied(),
-            kind=self.scorer.score_kind,
-            combine=self.selection.combine,
-            out=out,
-        )
-
-    def _choose(
-        self,
-        inputs: AttentionInputs,
-        pages: PageBatch,
-        scores: torch.Tensor,
-        budgets: torch.Tensor,
-        out: PageSelection,
-    ) -> None:
-        """Write the lists of the pages that rows read."""
-        sinks, recent = self._bounds.sinks, self._bounds.recent
-        page_ops(inputs.ops).select_pages(
-            pages, scores, budgets, sinks=sinks, recent=recent, out=out
-        )
-
     def _select(
         self, inputs: AttentionInputs, step: Step, plan: StepReadsPlan, choosing: Choosing
     ) -> AttentionInputs:
         """Choose the layer's pages, and return tables of them, until the next layer's call."""
-        layer, batch, bounds = inputs.layer, inputs.batch, self._bounds
-        query = self.summaries.extend(choosing.queries_of(batch.query))
-        for part in parts_of(len(choosing.requests)):
-            budgets, chosen = choosing.budgets[layer][part], choosing.selection.of_rows(part)
-            pages = choosing.batch(inputs, query, bounds.block_size, part)
-            scores = self._score(inputs, pages, choosing.scores)
-            fail_unranked(step.failures, choosing, part, scores, batch.query)
-            self._choose(inputs, pages, scores, budgets, chosen)
-        note_counts(step.failures, plan, choosing, layer)
+        layer, batch, size = inputs.layer, inputs.batch, self._bounds.block_size
+        requests = self._chooser.choose(inputs, step, choosing)
+        if isinstance(choosing.selection, PageLists):
+            plan.note_planned(layer)
+        else:
+            plan.note(layer, choosing.selection.counts.numpy())
         table, seq_lens, skips = choosing.tables(inputs)
         # Kernels of devices would read the largest numbers back.
-        most = (choosing.max_query_len, choosing.max_pages * bounds.block_size)
+        most = (choosing.max_query_len, choosing.max_pages * size)
         return replace(
             inputs,
             batch=replace(
@@ -274,6 +236,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 max_query_len=most[0] if inputs.shifted else None,
                 max_seq_len=most[1] if inputs.shifted else None,
             ),
+            head_requests=requests,
         )
 
     def end_step(self, step: Step) -> StepReads | None:

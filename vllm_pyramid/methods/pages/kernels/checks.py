@@ -16,6 +16,7 @@ from vllm_pyramid.methods.pages.kernels.records import (
     SUMMARY_KINDS,
     SUMMARY_ROWS,
     PageBatch,
+    PageLists,
     PageSelection,
 )
 
@@ -164,6 +165,43 @@ def selection_to_fill(rows: int, kv_heads: int, out: PageSelection) -> PageSelec
             )
         exact = exact and shape[0] == rows
     return out if exact else PageSelection(*(part[:rows] for part in parts))
+
+
+def check_choosing(
+    batch: PageBatch,
+    softmax: Softmax,
+    pool: torch.Tensor,
+    scores: torch.Tensor,
+    out: PageLists,
+    kind: str,
+    combine: str,
+    sinks: int,
+    recent: int,
+) -> None:
+    """Check what `choose_pages` takes, without a look at the numbers."""
+    check_scoring(batch, softmax, pool, kind, combine)
+    (rows, heads, _), kv_heads = batch.query.shape, pool.shape[1]
+    check_selecting(scores, rows, sinks, recent)
+    if batch.max_pages is None or batch.max_pages < 1:
+        raise ValueError(f"max_pages must be known, and positive, got {batch.max_pages}")
+    if scores.shape[1] != heads or scores.shape[2] < batch.max_pages - 1:
+        raise ValueError(
+            f"scores must be [>= {rows}, {heads}, >= {batch.max_pages - 1}], got "
+            f"{list(scores.shape)}"
+        )
+    wanted = [(rows, kv_heads, out.block_table.shape[-1]), (rows,), (rows, kv_heads), (rows,)]
+    given = [out.block_table, out.seq_lens, out.head_lens, out.skips]
+    flags = [out.unranked, out.miscounted]
+    if (
+        [tuple(one.shape) for one in given + flags] != wanted + [(rows,)] * 2
+        or any(one.dtype != torch.int32 for one in given)
+        or any(one.dtype != torch.bool for one in flags)
+        or not all(one.is_contiguous() for one in (scores, *given, *flags))
+    ):
+        raise ValueError(
+            f"lists of {rows} rows must be contiguous int32 {wanted} and two bool [{rows}], got "
+            f"{[(list(one.shape), one.dtype) for one in given + flags]}"
+        )
 
 
 def _visible(batch: PageBatch) -> torch.Tensor:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of the kernels that choose pages to attend to, beside `kernels/contract.py`.
 
-A selecting layer calls `summarise_pages` after every write to its cache, then `score_pages` and
-`select_pages` for the query tokens that choose, and `paged_attention` with the result.
+A selecting layer calls `summarise_pages` after every write to its cache, chooses for the query
+tokens that do, and calls `paged_attention` with the result. Where the host looks at the scores it
+chooses by `score_pages` and `select_pages` (`PageOps`: the reference and C++), on a device by
+`choose_pages` (`DevicePageOps`: the reference and Triton).
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from typing import Protocol
 import torch
 
 from vllm_pyramid.kernels.records import Softmax
-from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists, PageSelection
 
 
-class PageOps(Protocol):
-    """The kernels of page selection of one device type; the rules are those of `Ops`."""
+class SummaryOps(Protocol):
+    """What each device type has; the rules are those of `Ops`."""
 
     def summarise_pages(
         self,
@@ -59,6 +61,10 @@ class PageOps(Protocol):
         Raises:
             ValueError: `starts[r]` lies outside `0 .. seq_lens[r]`, or the pool does not fit.
         """
+
+
+class PageOps(SummaryOps, Protocol):
+    """The kernels of page selection where the host looks at the scores."""
 
     def score_pages(
         self,
@@ -134,6 +140,53 @@ class PageOps(Protocol):
             A selection of S rows (views of `out` if that was given).
 
         Raises:
-            ValueError: a row's budget is not positive, or W is too small (which Triton, on the
-                device, does not check).
+            ValueError: a row's budget is not positive, or W is too small.
+        """
+
+
+class DevicePageOps(SummaryOps, Protocol):
+    """The kernels of page selection where the host does not wait for the scores."""
+
+    def choose_pages(
+        self,
+        batch: PageBatch,
+        softmax: Softmax,
+        pool: torch.Tensor,
+        budgets: torch.Tensor,
+        scores: torch.Tensor,
+        out: PageLists,
+        *,
+        kind: str,
+        combine: str = "mean",
+        sinks: int = 0,
+        recent: int = 1,
+        key_cache: torch.Tensor | None = None,
+        names: tuple[int, int] = (1, 0),
+    ) -> None:
+        """Score the candidates of each row, as `score_pages`, and list the best, as `select_pages`.
+
+        - A row whose budget covers all that it sees lists it. It is not scored, and has no flag.
+        - Where a score of a row and KV head is NaN, the row is flagged, and that head chooses as if
+          all scores were 0.
+        - What is read and written grows with the pages that a row sees, not with `max_pages`: no
+          entry behind a list or behind the last candidate is.
+
+        With zero rows nothing is written.
+
+        Args:
+            batch: its `max_pages` must be known.
+            pool: as of `score_pages`; written where `key_cache` is given.
+            budgets: `[S]` int32, in pages.
+            scores: `[>= S, H, >= max_pages - 1]` float32, contiguous, scratch. Afterwards it has
+                the scores of each row's candidates and KV head g at the g-th query head of
+                `H / G`; the rest may hold anything.
+            out: of S rows.
+            kind, combine: of `score_pages`. sinks, recent: of `select_pages`.
+            key_cache: `[P, G, N, D]`: the page that a row's own token fills, if it is the last one
+                of its page, is summarised too, as `summarise_pages` does it by this `kind`. Rows
+                must belong to different requests then.
+            names: block b is listed for KV head g as `b * names[0] + g * names[1]`.
+
+        Raises:
+            ValueError: shapes, dtypes or strides do not fit.
         """

@@ -19,7 +19,7 @@ token that is not known to the request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -98,3 +98,42 @@ class PageSelection:
             self.seq_lens[part],
             self.skips[part],
         )
+
+
+@dataclass(frozen=True)
+class PageLists:
+    """The pages that each row attends to, as attention on a device reads them.
+
+    Entries behind a list keep what they had, and nothing reads them: a step writes as much as its
+    rows read, however wide the table is.
+
+    Attributes:
+        block_table: `[S, G, W]` int32, the names of the chosen pages in ascending order.
+        seq_lens: `[S]` int32, tokens in the list up to the query itself. head_lens: `[S, G]` int32,
+            the same number for each KV head.
+        skips: `[S]` int32, the tokens at the start of the first page that the row does not see.
+        unranked: `[S]` bool, rows that have NaN for a score. miscounted: `[S]` bool, rows whose
+            lists have other numbers of pages than their budgets. Kernels set both to true alone.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    head_lens: torch.Tensor
+    skips: torch.Tensor
+    unranked: torch.Tensor
+    miscounted: torch.Tensor
+
+    @staticmethod
+    def zeros(rows: int, kv_heads: int, width: int, device: torch.device) -> PageLists:
+        """Allocate lists of up to `width` pages, all of them block 0, without a flag."""
+
+        def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        flags = (make(rows, dtype=torch.bool) for _ in range(2))
+        lens = make(rows), make(rows, kv_heads)
+        return PageLists(make(rows, kv_heads, width), *lens, make(rows), *flags)
+
+    def of_rows(self, part: slice) -> PageLists:
+        """Return some rows of it, to write to or to read."""
+        return PageLists(*(getattr(self, field.name)[part] for field in fields(self)))

@@ -10,6 +10,7 @@ import torch
 from vllm_pyramid.kernels.gather_tokens import gather_tokens
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.pages.kernels.checks import (
+    check_choosing,
     check_scoring,
     check_selecting,
     check_starts,
@@ -18,9 +19,12 @@ from vllm_pyramid.methods.pages.kernels.checks import (
     selected_counts,
     selection_to_fill,
 )
-from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageSelection
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists, PageSelection
 
-__all__ = ["extend_query", "score_pages", "select_pages", "summarise_keys", "summarise_pages"]
+__all__ = [
+    *("choose_pages", "extend_query", "score_pages", "select_pages"),
+    *("summarise_keys", "summarise_pages"),
+]
 
 
 def summarise_keys(keys: torch.Tensor, kind: str) -> torch.Tensor:
@@ -145,6 +149,55 @@ def select_pages(
         out.seq_lens[s] = (count - 1) * size + positions[s] % size + 1
         out.skips[s] = hidden
     return out
+
+
+def choose_pages(
+    batch: PageBatch,
+    softmax: Softmax,
+    pool: torch.Tensor,
+    budgets: torch.Tensor,
+    scores: torch.Tensor,
+    out: PageLists,
+    *,
+    kind: str,
+    combine: str = "mean",
+    sinks: int = 0,
+    recent: int = 1,
+    key_cache: torch.Tensor | None = None,
+    names: tuple[int, int] = (1, 0),
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Summarise, score and select, and copy what a row has of each."""
+    check_choosing(batch, softmax, pool, scores, out, kind, combine, sinks, recent)
+    size, heads = batch.block_size, pool.shape[1]
+    if key_cache is not None:
+        ends = batch.positions + 1
+        starts = torch.where(ends % size == 0, (ends - size).clamp(min=0), ends)
+        table = batch.block_table[batch.requests.long()]
+        summarise_pages(pool, key_cache, table, starts, ends, batch.skips, kind=kind)
+    found = score_pages(
+        batch, softmax, pool, kind=kind, combine=combine, compute_dtype=compute_dtype
+    )
+    counts = selected_counts(batch, budgets, sinks, recent)
+    _, visible = pages_of(batch)
+    whole = counts == torch.tensor(visible, device=counts.device)
+    wrong = found.isnan().any(dim=2) & ~whole[:, None]
+    found.masked_fill_(found.isnan().any(dim=2)[..., None], 0.0)
+    out.unranked.logical_or_(wrong.any(dim=1))
+    out.miscounted.logical_or_(counts != budgets)
+    width = out.block_table.shape[2]
+    chosen = select_pages(
+        batch, found, budgets, sinks=sinks, recent=recent, max_selected=max(width, 1)
+    )
+    of_head = torch.arange(heads, dtype=torch.int32, device=pool.device)[:, None] * names[1]
+    named, group = chosen.block_table * names[0] + of_head, scores.shape[1] // heads
+    for s, count in enumerate(counts.tolist()):
+        out.block_table[s, :, :count] = named[s, :, :count]
+        if count < visible[s]:
+            scores[s, ::group, : visible[s] - 1] = found[s, :, : visible[s] - 1]
+    out.seq_lens.copy_(chosen.seq_lens)
+    out.head_lens.copy_(chosen.seq_lens[:, None].expand(-1, heads))
+    out.skips.copy_(chosen.skips)
 
 
 def pages_of(batch: PageBatch) -> tuple[list[int], list[int]]:
