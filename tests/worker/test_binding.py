@@ -223,6 +223,12 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
         # The last layer of this stage is the last one that it waits for.
         assert context.step_end.num_layers == len(runner.shifted.tables)
         assert runner.tables[layer].data_ptr() == runner.shifted.tables[place].data_ptr()
+    # vLLM has a table of the other stage's layer, too.
+    runner.pyramid.memory._device = torch.device("cuda")
+    numbers = 2 * 4 * ROWS * 4 + 3 * 512 * 8
+    assert runner.pyramid.memory.table_bytes() == 3 * ROWS * 64 * 4 + numbers
+    runner.pyramid.memory._tables = TablesV2(runner)
+    assert runner.pyramid.memory.table_bytes() == 2 * ROWS * 64 * 4 + numbers
     runner.pyramid.start_trace()
 
 

@@ -216,10 +216,11 @@ class ShiftedTables:
             return
         changed = np.flatnonzero((sent != skips).any(axis=0))
         places = changed if slots is None else slots[changed]
-        new = skips[:, changed]
-        self._sent[:, places] = new
-        numbers = upload(np.vstack([places[None], new]).T.astype(np.int64), self.lens.device)
-        self._of_slots.index_copy_(0, numbers[:, 0], numbers[:, 1:])
+        numbers = np.empty((len(places), 1 + len(skips)), np.int64)
+        numbers[:, 0], numbers[:, 1:] = places, skips[:, changed].T
+        self._sent[:, places] = skips[:, changed]
+        on_device = upload(numbers, self.lens.device)
+        self._of_slots.index_copy_(0, on_device[:, 0], on_device[:, 1:])
 
     def describe(self, common: Any, layer: int) -> None:
         """Give a copy of vLLM's metadata of a step a layer's table and lengths."""

@@ -55,22 +55,22 @@ class TablesV2:
             if not spec.layer_names:  # of another pipeline stage, which nobody reads here
                 of_steps[place] = of_steps[place].new_empty(block_tables.max_num_reqs, 0)
         block_tables.init_block_table_layout_tensors()
-        block_tables.gather_block_tables = GatheredLater(block_tables)
+        block_tables.gather_block_tables = GatheredLater(of_steps)
 
 
 class GatheredLater:
     """Takes the place of `BlockTables.gather_block_tables`, where `ShiftedTables` gathers.
 
     Args:
-        block_tables: vLLM's.
+        tables: vLLM's list of the step's tables.
     """
 
-    def __init__(self, block_tables: Any) -> None:
-        self._block_tables = block_tables
+    def __init__(self, tables: list[torch.Tensor]) -> None:
+        self._tables = tables
 
     def __call__(self, idx_mapping: Any, num_reqs_padded: int) -> tuple[torch.Tensor, ...]:
         """Return the step's tables, which `begin_step` writes; slots do not follow from them."""
-        return tuple(table[:num_reqs_padded] for table in self._block_tables.input_block_tables)
+        return tuple(table[:num_reqs_padded] for table in self._tables)
 
 
 class MetadataBuilding:

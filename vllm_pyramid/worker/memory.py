@@ -57,20 +57,26 @@ class WorkerMemory:
         scheduler = self._config.scheduler_config
         longest, rows = self._config.model_config.max_model_len, scheduler.max_num_seqs
         specs, evicting = self._layers.specs, self._layers.evicting
-        layout, tables, entries = self._layers.layout, self._tables, 0
+        layout, tables = self._layers.layout, self._tables
         on_device = self._device.type != "cpu"
+        own = others = tables.tensors_per_group
+        if on_device:
+            # The step's, and those of which they are made; in place where vLLM fills them.
+            apart = tables.holds_tables or layout.tables_per_layer > 1
+            own = 1 + (apart and not tables.held_on_host)
+            others = int(not tables.held_on_host)
+        entries, most = 0, 0
         for name, spec in specs.items():
-            tensors = tables.tensors_per_group
-            if on_device and name in evicting:
-                # The step's, and those of which they are made; in place where vLLM fills them.
-                apart = tables.holds_tables or layout.tables_per_layer > 1
-                tensors = 1 + (apart and not tables.held_on_host)
-            of_layer = getattr(spec, "tables_per_layer", 1)
-            entries += tensors * of_layer * -(-longest // spec.block_size)
+            width = getattr(spec, "tables_per_layer", 1) * -(-longest // spec.block_size)
+            entries += width * (own if name in evicting else tables.tensors_per_group)
+            most = max(most, width)
+        # Every stage of a pipeline has the groups of all stages.
+        other_stages = self._layers.num_layers - len(evicting)
+        entries += other_stages * most * others
         # Length and skip of each row, and the skip of each slot in 8 bytes.
         numbers = 4 * rows * 4 * len(evicting) * layout.tables_per_layer
         most_tokens = scheduler.max_num_batched_tokens
-        found = 4 * rows * entries + numbers + 8 * len(specs) * most_tokens
+        found = 4 * rows * entries + numbers + 8 * (len(specs) + other_stages) * most_tokens
         if on_device:
             found += layout.device_bytes(len(evicting), rows, most_tokens)
         return found
