@@ -227,7 +227,7 @@ def gather_tables(table: torch.Tensor, lens: torch.Tensor, block: int, heads: in
         for target in (of_heads, table.repeat(lanes, 1)):
             by_slot = target is not of_heads
             groups = TableGroups.of(
-                [of_heads], [target], [block], [0], 1, lanes=lanes, by_slot=by_slot
+                [of_heads], [target], [block], [0], 1, per_layer=lanes, by_slot=by_slot
             )
             rows = StepRows(lens, 2, slots, starts[:2][None]) if by_slot else StepRows(lens, 2)
             if by_slot or lanes == 1:

@@ -65,7 +65,7 @@ class ShiftedTables:
     of tables.
 
     Attributes:
-        layers: the numbers of this pipeline stage's layers that evict. lanes: G.
+        layers: the numbers of this pipeline stage's layers that evict. per_layer: G.
         tables: what attention reads, L tables `[R_max * G, M / G]` int32. of_runner: what vLLM
             takes for the step's, L tables of R_max rows: the same memory, but where vLLM fills
             `[R_max, M]` and G is not 1.
@@ -91,20 +91,22 @@ class ShiftedTables:
         device: torch.device,
         held: HeldTables | None = None,
         *,
-        lanes: int = 1,
+        per_layer: int = 1,
     ) -> None:
-        self.layers, self.lanes = layers, lanes
+        self.layers, self.per_layer = layers, per_layer
         num_layers = layers.stop - layers.start
         assert len(shapes) == num_layers, (shapes, layers)
         self.max_lens: npt.NDArray[np.int32] | None = None
         self.replays = False
-        num_rows, num_tables = max_num_reqs * lanes, num_layers * lanes
+        num_rows, num_tables = max_num_reqs * per_layer, num_layers * per_layer
         with torch.inference_mode(False):  # as vLLM's buffers, which these tensors replace
-            self.tables = _one_memory([(num_rows, width // lanes) for width, _ in shapes], device)
+            self.tables = _one_memory(
+                [(num_rows, width // per_layer) for width, _ in shapes], device
+            )
             self.of_runner = self.tables
-            if held is None and lanes > 1:
+            if held is None and per_layer > 1:
                 self.of_runner = _one_memory([(max_num_reqs, width) for width, _ in shapes], device)
-            elif lanes > 1:
+            elif per_layer > 1:
                 self.of_runner = [table.view(max_num_reqs, -1) for table in self.tables]
             rows = -(-num_rows // 4) * 4
             self.lens, self.skips = (
@@ -123,7 +125,7 @@ class ShiftedTables:
             [size for _, size in shapes] + [0] * len(others),
             [0] * num_layers + [place for _, _, place in others],
             num_layers,
-            lanes=lanes,
+            per_layer=per_layer,
             by_slot=held is not None,
         )
 
@@ -175,7 +177,7 @@ class ShiftedTables:
         """
         from vllm_pyramid.kernels.triton.tables import gather_tables
 
-        skips = skips[int(self.layers.start) * self.lanes : self.layers.stop * self.lanes]
+        skips = skips[int(self.layers.start) * self.per_layer : self.layers.stop * self.per_layer]
         self.max_lens = None
         if host_lens is not None:
             self._send(skips, None if slots is None else slots.on_host)
@@ -239,7 +241,7 @@ class ShiftedTables:
 
     def warm_up(self) -> None:
         """Launch all kernels, with one request that has no tokens."""
-        skips = np.zeros((self.layers.stop * self.lanes, 1), np.int32)
+        skips = np.zeros((self.layers.stop * self.per_layer, 1), np.int32)
         self.update(self.no_skips[:1], skips, None)
 
     def forget_step(self) -> None:

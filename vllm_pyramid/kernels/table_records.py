@@ -27,7 +27,7 @@ class TableGroups(NamedTuple):
         sources: of each group `[requests, M]` int32. targets: of each group `[>= R * G, W]` int32;
             of a group that evicts nothing `[>= R, M]`. They may be the sources.
         block_sizes: tokens of a block. places: of each group among all of vLLM's.
-        num_evicting: L. lanes: G; entry `i * G + g` of a source is entry i of lane g.
+        num_evicting: L. per_layer: G; entry `i * G + g` of a source is entry i of table g.
         by_slot: whether a request's row in the sources is its slot, not its row in the step.
         numbers: the same for the kernel, `[groups, FIELDS]` int64.
     """
@@ -37,7 +37,7 @@ class TableGroups(NamedTuple):
     block_sizes: Sequence[int]
     places: Sequence[int]
     num_evicting: int
-    lanes: int
+    per_layer: int
     by_slot: bool
     numbers: torch.Tensor
 
@@ -50,7 +50,7 @@ class TableGroups(NamedTuple):
         places: Sequence[int],
         num_evicting: int,
         *,
-        lanes: int = 1,
+        per_layer: int = 1,
         by_slot: bool = False,
     ) -> TableGroups:
         """Return the record of these tables.
@@ -72,7 +72,7 @@ class TableGroups(NamedTuple):
         if (device := targets[0].device).type != "cpu":
             on_device = on_device.pin_memory().to(device, non_blocking=True)
         return cls(
-            *(sources, targets, block_sizes, places, num_evicting, lanes, by_slot, on_device)
+            *(sources, targets, block_sizes, places, num_evicting, per_layer, by_slot, on_device)
         )
 
     @property

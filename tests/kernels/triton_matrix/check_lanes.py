@@ -54,7 +54,7 @@ def groups_of(tables, heads, *, size=N, by_slot=False):
     """The tables of all layers, of which the sources alone are read."""
     count = len(tables)
     return TableGroups.of(
-        [*tables], [*tables], [size] * count, [0] * count, count, lanes=heads, by_slot=by_slot
+        [*tables], [*tables], [size] * count, [0] * count, count, per_layer=heads, by_slot=by_slot
     )
 
 

@@ -182,7 +182,7 @@ def test_tables_and_slots_are_compiled_once(launches, lanes, held):
         targets = torch.zeros(300 * lanes, 512 // lanes, dtype=torch.int32)
     groups = TableGroups.of(
         *([tables, others][: 1 + held], [targets, others][: 1 + held], [16, 0], [1, 0], 1),
-        lanes=lanes,
+        per_layer=lanes,
         by_slot=held,
     )
     of_rows, skips = torch.zeros(2, 1, 300 * lanes).int(), torch.zeros(300, lanes).long()

@@ -49,7 +49,7 @@ class Case:
         count = 3 if held else 2
         self.groups = TableGroups.of(
             *(self.sources[:count], self.targets[:count], SIZES[:count], [0, 0, 4][:count], 2),
-            lanes=lanes,
+            per_layer=lanes,
             by_slot=held,
         )
         self.slots = [9, 2, 11, 0, 5][: len(lens)] if held else list(range(len(lens)))

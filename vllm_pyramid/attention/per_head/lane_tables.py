@@ -28,6 +28,7 @@ class LaneTables(ShiftedTables):
     """Tables, lengths, slots and the order of queries of all lanes of this worker.
 
     Attributes:
+        lanes: G.
         slots: `[L, T_max * G]` int64, of `token * G + head`; -1 behind the step's tokens.
         query_starts: `[R_max * G + 1]` int32, where the queries of each lane begin.
         order: `[T_max * G]` int64, `token * G + head` in the order of the lanes.
@@ -50,7 +51,8 @@ class LaneTables(ShiftedTables):
     ) -> None:
         num_layers = layers.stop - layers.start
         shapes = [(width, block_size)] * num_layers
-        super().__init__(layers, max_num_reqs, shapes, device, held, lanes=lanes)
+        super().__init__(layers, max_num_reqs, shapes, device, held, per_layer=lanes)
+        self.lanes = lanes
         # As in `ShiftedTables`, each layer's part begins at a multiple of 16 bytes.
         places = -(-max_num_tokens // 2) * 2 * lanes
         with torch.inference_mode(False):

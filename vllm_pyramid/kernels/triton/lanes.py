@@ -171,8 +171,8 @@ def lane_slots(
         rows.num_reqs,
         slots.stride(0),
         FIELDS=FIELDS,
-        HEADS=groups.lanes,
-        HEADS_PADDED=triton.next_power_of_2(groups.lanes),
+        HEADS=groups.per_layer,
+        HEADS_PADDED=triton.next_power_of_2(groups.per_layer),
         BY_SLOT=groups.by_slot,
         BLOCK=128,
         num_warps=4,
@@ -201,14 +201,14 @@ def lane_slots_reference(
     written: int,
 ) -> None:
     """Write as `lane_slots`, in PyTorch."""
-    heads = torch.arange(groups.lanes, device=slots.device)
+    heads = torch.arange(groups.per_layer, device=slots.device)
     for row, (start, end) in enumerate(pairwise(query_starts.tolist())):
         last = int(rows.seq_lens[row])
         positions = torch.arange(last - (end - start), last, device=slots.device)
         request = int(rows.slots[row]) if rows.slots is not None and end > start else row
         for layer, size in enumerate(groups.block_sizes[: len(slots)]):
-            columns = (positions // size)[:, None] * groups.lanes + heads
+            columns = (positions // size)[:, None] * groups.per_layer + heads
             found = groups.sources[layer][request][columns].long() * size
             found += (positions % size)[:, None]
-            slots[layer, start * groups.lanes : end * groups.lanes] = found.flatten()
-    slots[:, int(query_starts[-1]) * groups.lanes : written] = -1
+            slots[layer, start * groups.per_layer : end * groups.per_layer] = found.flatten()
+    slots[:, int(query_starts[-1]) * groups.per_layer : written] = -1

@@ -132,7 +132,7 @@ def gather_tables(
         ValueError: the shapes do not fit together.
     """
     count = len(groups.sources) if rows.num_blocks is not None else groups.num_evicting
-    num_rows = len(rows.seq_lens) * groups.lanes
+    num_rows = len(rows.seq_lens) * groups.per_layer
     _check(groups, rows, skips, row_lens, row_skips, num_rows)
     if count == 0 or num_rows == 0:
         return
@@ -151,7 +151,7 @@ def gather_tables(
         skips.stride(0),
         row_lens.stride(0),
         FIELDS=FIELDS,
-        LANES=groups.lanes,
+        LANES=groups.per_layer,
         BY_SLOT=groups.by_slot,
         IN_PLACE=groups.in_place,
         BLOCK=min(1024, max(16, triton.next_power_of_2(groups.targets[0].shape[1]))),
@@ -167,7 +167,7 @@ def gather_tables_reference(
     row_skips: torch.Tensor,
 ) -> None:
     """Write as `gather_tables`, in PyTorch."""
-    lanes = groups.lanes
+    lanes = groups.per_layer
     slots = list(range(len(rows.seq_lens))) if rows.slots is None else rows.slots.tolist()
     for layer in range(groups.num_evicting):
         source, target = groups.sources[layer], groups.targets[layer]
@@ -200,7 +200,7 @@ def _check(
     row_skips: torch.Tensor,
     num_rows: int,
 ) -> None:
-    needed = groups.num_evicting * groups.lanes
+    needed = groups.num_evicting * groups.per_layer
     if skips.shape[1] != needed or skips.stride(1) != 1:
         raise ValueError(
             f"skips {tuple(skips.shape)} are not those of {needed} tables side by side"
