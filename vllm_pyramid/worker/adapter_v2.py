@@ -51,7 +51,9 @@ class TablesV2:
         of_steps = block_tables.input_block_tables
         for group, table in tables.items():
             of_steps[group] = table
-        for place, spec in enumerate(self._runner.kv_cache_config.kv_cache_groups):
+        # vLLM has none between two initializations, when tables are freed alone.
+        config = getattr(self._runner, "kv_cache_config", None)
+        for place, spec in enumerate([] if config is None else config.kv_cache_groups):
             if not spec.layer_names:  # of another pipeline stage, which nobody reads here
                 of_steps[place] = of_steps[place].new_empty(block_tables.max_num_reqs, 0)
         block_tables.init_block_table_layout_tensors()
