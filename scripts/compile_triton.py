@@ -29,8 +29,10 @@ from triton.runtime import driver as triton_driver
 from triton_cases import MAIN_CASES, MORE_CASES, Case, ints, softmax_of
 
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import functions as triton_ops
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
+from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
 from vllm_pyramid.methods.host_values.kernels import triton as value_triton
 from vllm_pyramid.methods.observed_expected.kernels import triton as blend_triton
@@ -212,15 +214,27 @@ def call_everything(case: Case) -> None:
     if case.dtype != torch.float32:
         fp8 = torch.zeros(4, heads, block, size, dtype=torch.float8_e4m3fn)
         triton_ops.compact(fp8, fp8.clone(), table, kept, lens, keeps)
-    triton_ops.shift_block_tables_(table[None], ints(0, 0)[None], block, table.shape[1])
-    triton_ops.effective_lens(lens.clone(), lens, ints(0, 0), block)
-    lanes, places = table.repeat(heads, 1)[None], torch.zeros(1, 64 * heads, dtype=torch.int64)
-    skips, starts = torch.zeros(1, 2 * heads, dtype=torch.int32), ints(0, 1, 2)
-    triton_lanes.gather_lanes(
-        lanes, skips.clone(), table[None].repeat(1, 1, heads), skips, lens, heads * block, 1
-    )
-    triton_lanes.lane_rows(torch.zeros(2 * heads + 1, dtype=torch.int32), places[0], starts, heads)
-    triton_lanes.lane_slots(places, table[None], starts, lens, heads, heads * block, 0)
+    gather_tables(table, lens, block, heads)
+
+
+def gather_tables(table: torch.Tensor, lens: torch.Tensor, block: int, heads: int) -> None:
+    """Tables of layers and of KV heads, held apart from the step's (second runner) and in place."""
+    slots, starts = torch.zeros(2, dtype=torch.int64), ints(0, 1, 2)
+    for lanes in (1, heads):
+        places = torch.zeros(1, 64 * lanes, dtype=torch.int64)
+        skips, of_rows = slots[:, None].repeat(1, lanes), ints(*[0] * 2 * lanes)[None]
+        of_heads = table.repeat(1, lanes)
+        for target in (of_heads, table.repeat(lanes, 1)):
+            by_slot = target is not of_heads
+            groups = TableGroups.of(
+                [of_heads], [target], [block], [0], 1, per_layer=lanes, by_slot=by_slot
+            )
+            rows = StepRows(lens, 2, slots, starts[:2][None]) if by_slot else StepRows(lens, 2)
+            if by_slot or lanes == 1:
+                triton_tables.gather_tables(groups, rows, skips, of_rows, of_rows.clone())
+            triton_lanes.lane_slots(places, groups, rows, starts, 0)
+        starts_of_lanes = torch.zeros(2 * lanes + 1, dtype=torch.int32)
+        triton_lanes.lane_rows(starts_of_lanes, places[0], starts, lanes)
 
 
 def blend(

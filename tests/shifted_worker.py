@@ -26,6 +26,7 @@ from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.layer_context import LayerContext, own_inputs
 from vllm_pyramid.attention.per_head.context import HeadContext
 from vllm_pyramid.attention.per_head.layout import HeadTableLayout
+from vllm_pyramid.attention.shifted_tables import HeldTables, Slots
 from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.attention.table_layout import TableLayout
 from vllm_pyramid.kernels import reference
@@ -168,6 +169,7 @@ class Worker:
         copies: whether the device has a memory of its own, and a stream for copies.
         at_step_end: whether all layers are evicted at a step's end, where the policy allows it.
         traces: whether they leave queries for a trace.
+        held: whether the tables of all requests stand apart, as under vLLM's second runner.
         spare: blocks that no request has. layers: None: as many as the policy needs.
         more: makes hooks that work in addition to the policy's.
 
@@ -193,6 +195,7 @@ class Worker:
         graphs: bool = False,
         at_step_end: bool = False,
         traces: bool = False,
+        held: bool = True,
         spare: int = 0,
         layers: int | None = None,
         more: Sequence[Callable[[WorkerContext], WorkerHooks]] = (),
@@ -262,8 +265,10 @@ class Worker:
         layout = TableLayout()
         if policy.heads.splits:
             layout = HeadTableLayout(self.lanes, max(sizes))
+        self.held = [torch.zeros(len(prompts), wide, dtype=torch.int32) for wide, _ in shapes]
         self.shifted: Any = layout.device_tables(
-            slice(0, self.layers), len(prompts), STEP_TOKENS, shapes, device.device
+            *(slice(0, self.layers), len(prompts), STEP_TOKENS, shapes, device.device),
+            HeldTables([device.put(table) for table in self.held]) if held else None,
         )
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
@@ -284,6 +289,8 @@ class Worker:
         self.cache = torch.randn(shape, generator=self.random)
         order = torch.randperm(used - 1, generator=self.random) + 1  # no request uses block 0
         self.tables = order.int().view(self.layers, len(prompts), width)
+        for table, layer in zip(self.held, self.tables, strict=True):
+            table.copy_(layer[:, : table.shape[1]])
         for layer, context in enumerate(self.contexts):
             if not policy.values.on_device(layer):
                 cache = self.kv_cache(layer)
@@ -395,15 +402,20 @@ class Worker:
         _, computed, tokens = columns
         rows = len(names)
         own = self.tables[:, [list(self.prompts).index(name) for name in names]]
-        for table, layer in zip(self.shifted.tables, own, strict=True):
-            data_of(table)[:rows] = layer[:, : table.shape[1]]  # as vLLM fills them
+        slots = None
+        if self.shifted.groups.by_slot:
+            places = np.array([list(self.prompts).index(name) for name in names])
+            slots = Slots(places, put(torch.from_numpy(places)), put(torch.zeros(1, 1).int()))
+        else:
+            for table, layer in zip(self.shifted.of_runner, own, strict=True):
+                data_of(table)[:rows] = layer[:, : table.shape[1]]  # as vLLM fills them
         lens = torch.from_numpy(computed + tokens)
         tables: Any = SimpleNamespace(shifted=self.shifted)
         layout = step.layout
         entered = put(torch.arange(int(tokens.sum())))
         starts = torch.zeros(rows + 1, dtype=torch.int32)
         starts[1:] = torch.from_numpy(tokens).cumsum(0)
-        StepTables.shift(tables, put(lens), put(starts), step, computed + tokens)
+        StepTables.shift(tables, put(lens), put(starts), step, computed + tokens, slots)
         assert self.shifted.max_lens is not None
         for layer, context in enumerate(self.contexts):
             cache, elsewhere = self.kv_cache(layer), context.values is not None
@@ -492,13 +504,10 @@ class Worker:
 
 
 def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
-    for name in ("shift_block_tables", "effective_lens"):
-        twin = getattr(triton_tables, f"{name}_reference{'_' if name.endswith('tables') else ''}")
-        mine = f"{name}{'_' if name.endswith('tables') else ''}"
-        monkeypatch.setattr(triton_tables, mine, device.launch(twin))
-    for name in ("gather_lanes", "lane_rows", "lane_slots"):
-        twin = getattr(triton_lanes, f"{name}_reference")
-        monkeypatch.setattr(triton_lanes, name, device.launch(twin))
+    of_names = {"gather_tables": triton_tables, "lane_rows": triton_lanes}
+    for name, module in (*of_names.items(), ("lane_slots", triton_lanes)):
+        twin = getattr(module, f"{name}_reference")
+        monkeypatch.setattr(module, name, device.launch(twin))
 
 
 def thins_generated() -> Policy:

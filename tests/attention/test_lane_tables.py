@@ -46,8 +46,22 @@ def make_tables() -> LaneTables:
 
 def fill(tables: LaneTables, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for table in tables.tables:
+    for table in tables.of_runner:
         table.copy_(torch.randint(1, 999, table.shape, generator=generator))
+
+
+def write(
+    tables: LaneTables,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    skips: Any,
+    host_lens: Any,
+    num_tokens: int | None,
+) -> None:
+    """One step, whose tables vLLM has filled."""
+    num_reqs = 0 if host_lens is None else len(host_lens)
+    tables.find_slots(seq_lens, starts, num_reqs, num_tokens)
+    tables.update(seq_lens, skips, host_lens)
 
 
 def starts_of(counts: Sequence[int]) -> torch.Tensor:
@@ -78,7 +92,7 @@ STEPS = [
 def test_lanes_are_those_of_the_cpu() -> None:
     tables, random = make_tables(), np.random.default_rng(0)
     on_cpu = HeadLanes(G, N)
-    persistent = (tables.lane_tables, tables.lens, tables.slots, tables.query_starts, tables.order)
+    persistent = (*tables.tables, tables.lens, tables.slots, tables.query_starts, tables.order)
     addresses = [tensor.data_ptr() for tensor in persistent]
     for seed, (counts, lens) in enumerate(STEPS):
         fill(tables, seed)
@@ -87,13 +101,13 @@ def test_lanes_are_those_of_the_cpu() -> None:
         step = Step.nothing(L * G, len(lens))
         step.skips = skips
         seq_lens, starts = torch.tensor(lens, dtype=torch.int32), starts_of(counts)
-        tables.update(seq_lens, starts, skips, np.array(lens, np.int32), sum(counts))
+        write(tables, seq_lens, starts, skips, np.array(lens, np.int32), sum(counts))
         expected = on_cpu.of_step(step, starts, seq_lens, max(lens))
         rows, places = len(lens) * G, sum(counts) * G
         for layer in range(L):
             common = common_of(counts)
             tables.describe(common, layer)
-            filled = tables.tables[layer]
+            filled = tables.of_runner[layer]
             assert torch.equal(tables.slots_of(layer, sum(counts)), on_cpu.slots(expected, filled))
             assert torch.equal(common.slot_mapping, tables.slots_of(layer, sum(counts)))
             assert (tables.slots[layer, places:] == -1).all()
@@ -122,11 +136,11 @@ def test_padding_of_a_captured_batch_reads_and_writes_nothing() -> None:
     counts, lens = STEPS[1]
     nothing = np.zeros((L * G, len(lens)), np.int32)
     host = np.array(lens, np.int32)
-    tables.update(torch.from_numpy(host), starts_of(counts), nothing, host, sum(counts))
+    write(tables, torch.from_numpy(host), starts_of(counts), nothing, host, sum(counts))
     # Two requests decode, in a graph of four: their skips are known, and those behind are zeros.
     skips = np.full((L * G, 2), 2 * N, np.int32)
     seq_lens = torch.tensor([112, 50, 0, 0], dtype=torch.int32)
-    tables.update(seq_lens, starts_of([1, 1, 0, 0]), skips, np.array([112, 50], np.int32), 2)
+    write(tables, seq_lens, starts_of([1, 1, 0, 0]), skips, np.array([112, 50], np.int32), 2)
     common = common_of([1, 1], padded=2)
     tables.describe(common, 1)
     assert common.seq_lens.tolist() == [112 - 2 * N] * G + [50 - 2 * N] * G + [0] * 2 * G
@@ -142,7 +156,7 @@ def test_a_capture_reads_the_null_block_and_writes_nothing() -> None:
     fill(tables, 0)
     host = np.array([30, 40], np.int32)
     nothing = np.zeros((L * G, 2), np.int32)
-    tables.update(torch.from_numpy(host), starts_of([30, 40]), nothing, host, 70)
+    write(tables, torch.from_numpy(host), starts_of([30, 40]), nothing, host, 70)
     tables.forget_step()
     for counts in ([1, 1, 1, 1], [60, 60], [1, 1]):
         common = common_of(counts)
@@ -154,11 +168,12 @@ def test_a_capture_reads_the_null_block_and_writes_nothing() -> None:
         assert common.max_seq_len == 10**6  # vLLM's bound holds for each replay
         assert common.seq_lens.tolist() == [1] * len(lens)
     # A step without real requests forgets slots as well.
-    tables.update(torch.from_numpy(host), starts_of([30, 40]), nothing, host, 70)
+    write(tables, torch.from_numpy(host), starts_of([30, 40]), nothing, host, 70)
     assert (tables.slots != -1).any()
-    tables.update(torch.zeros(2).int(), starts_of([1, 1]), nothing, None, None)
+    longest = torch.full((2,), BLOCKS * N, dtype=torch.int32)
+    write(tables, longest, starts_of([1, 1]), nothing, None, None)
     assert (tables.slots == -1).all() and tables.max_lens is None
-    assert torch.equal(tables.lane_tables[0, :G, :BLOCKS].T.flatten(), tables.tables[0][0, :-1])
+    assert torch.equal(tables.tables[0][:G, :BLOCKS].T.flatten(), tables.of_runner[0][0, :-1])
 
 
 def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
@@ -166,7 +181,7 @@ def test_each_layers_part_begins_as_a_tensor_of_its_own_would() -> None:
         tables = LaneTables(slice(0, 3), G, rows, tokens, 5, N, torch.device("cpu"))
         assert tables.lens.shape == (3, rows * G) and tables.slots.shape[1] >= tokens * G
         for layer in range(3):
-            for tensor in (tables.tables, tables.lane_tables, tables.lens, tables.slots):
+            for tensor in (tables.tables, tables.of_runner, tables.lens, tables.slots):
                 part = tensor[layer].storage_offset() * tensor[layer].element_size()
                 assert part % 16 == 0
 
@@ -212,7 +227,7 @@ def test_each_head_attends_to_what_it_holds(counts: list[int]) -> None:
     tables = LaneTables(
         *(slice(0, 1), G, len(layer.table), 400, layer.table.shape[1], N, torch.device("cpu"))
     )
-    tables.tables[0].copy_(layer.table)
+    tables.of_runner[0].copy_(layer.table)
     skips = np.array([[0, 0, 0, 0], [24, 24, 0, 96], [48, 0, 72, 24]])
     skips = (np.minimum(skips, np.array(lens) - np.array(counts)) // N * N).astype(np.int32)
     seq_lens, host_lens = torch.tensor(lens, dtype=torch.int32), np.array(lens, np.int32)
@@ -225,7 +240,7 @@ def test_each_head_attends_to_what_it_holds(counts: list[int]) -> None:
     slots = on_cpu.slots(now, layer.table)
     for cache in (layer.keys, layer.values):
         cache[slots // N, :, slots % N] = torch.nan
-    tables.update(seq_lens, starts_of(counts), skips, host_lens, sum(counts))
+    write(tables, seq_lens, starts_of(counts), skips, host_lens, sum(counts))
     reference.reshape_and_cache(
         *(on_cpu.as_one_head(keys), on_cpu.as_one_head(values), layer.keys, layer.values),
         tables.slots_of(0, sum(counts)),

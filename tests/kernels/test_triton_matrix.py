@@ -22,7 +22,7 @@ MODULES = (
     *("check_attention.py", "check_fp8.py", "check_mass.py", "check_moves.py", "check_pages.py"),
     *("check_recent.py", "check_scaled_rows.py", "check_scores.py", "check_topn.py"),
     *("check_lanes.py", "check_observed_expected.py", "check_page_selection.py"),
-    "check_vllm_rows.py",
+    *("check_tables.py", "check_vllm_rows.py"),
 )
 
 

@@ -27,7 +27,7 @@ from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.step.hooks import LAYER_HOOKS
-from vllm_pyramid.worker import adapter, layer_binding, worker_layers
+from vllm_pyramid.worker import adapter, adapter_v2, layer_binding, worker_layers
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.adapter_v1 import TablesV1
 from vllm_pyramid.worker.adapter_v2 import MetadataBuilding, TablesV2
@@ -99,13 +99,16 @@ class StockRunner:
 class Tables:
     """The tables of a `StockRunner`."""
 
-    tensors_per_group = 2
+    tensors_per_group, holds_tables, held_on_host = 1, False, False
 
     def __init__(self, runner: StockRunner) -> None:
         self.runner = runner
 
     def shape(self, group: int) -> tuple[int, int]:
         return ROWS, WIDTH
+
+    def held(self, groups: Sequence[int]) -> None:
+        return None
 
     def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
         for group, table in tables.items():
@@ -220,6 +223,12 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
         # The last layer of this stage is the last one that it waits for.
         assert context.step_end.num_layers == len(runner.shifted.tables)
         assert runner.tables[layer].data_ptr() == runner.shifted.tables[place].data_ptr()
+    # vLLM has a table of the other stage's layer, too.
+    runner.pyramid.memory._device = torch.device("cuda")
+    numbers = 2 * 4 * ROWS * 4 + 3 * 512 * 8
+    assert runner.pyramid.memory.table_bytes() == 3 * ROWS * 64 * 4 + numbers
+    runner.pyramid.memory._tables = TablesV2(runner)
+    assert runner.pyramid.memory.table_bytes() == 2 * ROWS * 64 * 4 + numbers
     runner.pyramid.start_trace()
 
 
@@ -388,10 +397,39 @@ def test_tables_are_as_large_as_is_said(
 ) -> None:
     """1,024 tokens are 64 entries of 4 bytes: once per layer and row, or twice."""
     monkeypatch.setattr(Runner, "tables_class", tables_class)
-    tables = tables_class.tensors_per_group * 3 * ROWS * 64 * 4
-    expected = tables + 3 * (2 * ROWS * 4) + 3 * 512 * 8
-    assert Runner(policy).pyramid.memory.table_bytes() == expected
+    tables = 3 * ROWS * 64 * 4
+    beside = 3 * (2 * ROWS * 4 + ROWS * 8) + 3 * 512 * 8
+    memory = Runner(policy).pyramid.memory
+    assert memory.table_bytes() == tables_class.tensors_per_group * tables + beside
+    memory._device = torch.device("cuda")
+    assert memory.table_bytes() == tables + beside
+    if tables_class is TablesV2:  # whose tables of all requests stay where the host pins nothing
+        monkeypatch.setattr(adapter_v2, "has_host_tables", lambda: False)
+        assert memory.table_bytes() == 2 * tables + beside
     assert (TablesV1.tensors_per_group, TablesV2.tensors_per_group) == (1, 2)
+
+
+@pytest.mark.parametrize("tables_class", [TablesV1, TablesV2])
+def test_tables_take_one_gib_at_vllms_defaults(
+    monkeypatch: pytest.MonkeyPatch, tables_class: Any
+) -> None:
+    """32 layers, 1,024 requests of 131,072 tokens, blocks of 16, steps of 8,192 tokens."""
+    names = [f"layers.{layer}.attn" for layer in range(32)]
+    monkeypatch.setattr(Runner, "tables_class", tables_class)
+    monkeypatch.setitem(globals(), "NAMES", names)
+    monkeypatch.setattr(StockRunner, "own", names)
+    runner = Runner("pyramidkv", heads=[2] * 32)
+    runner.vllm_config.model_config.max_model_len = 1 << 17
+    runner.vllm_config.scheduler_config.max_num_seqs = 1024
+    runner.vllm_config.scheduler_config.max_num_batched_tokens = 8192
+    memory = runner.pyramid.memory
+    memory._device = torch.device("cuda")
+    lengths_skips_and_slots = 32 * (1024 * (4 + 4 + 8) + 8 * 8192)
+    assert memory.table_bytes() == (1 << 30) + lengths_skips_and_slots
+    # Four rows of 1,024.
+    shifted = ShiftedTables(slice(0, 32), 4, [(8192, 16)] * 32, torch.device("cpu"))
+    assert shifted.tables[0].untyped_storage().nbytes() == (1 << 30) // 256
+    assert shifted.of_runner is shifted.tables
 
 
 STREAMS = {"mask": [[1.0, 0.0]] * 3}
@@ -403,17 +441,18 @@ def test_heads_with_tables_of_their_own_get_a_second_tensor() -> None:
     shifted, memory = runner.shifted, runner.pyramid.memory
     assert isinstance(shifted, LaneTables) and shifted.lanes == 2
     for group, layer in enumerate((2, 0, 1)):
-        assert runner.tables[group].data_ptr() == shifted.tables[layer].data_ptr()
-    lanes = 3 * ROWS * 2
-    assert shifted.lane_tables.shape == (3, ROWS * 2, WIDTH // 2)
+        assert runner.tables[group].data_ptr() == shifted.of_runner[layer].data_ptr()
+    lanes, filled = 3 * ROWS * 2, 3 * ROWS * 64 * 4
+    assert [table.shape for table in shifted.tables] == [(ROWS * 2, WIDTH // 2)] * 3
     assert shifted.slots.shape == (3, 512 * 2) and shifted.lens.shape == (3, ROWS * 2)
-    filled = 2 * 3 * ROWS * 64 * 4
-    expected = filled + 2 * lanes * 4 + 3 * 512 * 8
+    expected = filled + lanes * 16 + 3 * 512 * 8
     assert memory.table_bytes() == expected  # of the CPU, which has no second tensor
     memory._device = torch.device("cuda")
-    of_tensors = 4 * lanes * 32 + 8 * shifted.slots.numel() + 8 * shifted.order.numel()
+    of_tensors = filled + 8 * shifted.slots.numel() + 8 * shifted.order.numel()
     starts = 4 * len(shifted.query_starts)
     assert memory.table_bytes() == expected + of_tensors + starts
+    memory._tables = TablesV2(runner)  # which holds tables, and gathers lanes from these
+    assert memory.table_bytes() == expected + of_tensors + starts - filled
 
 
 def test_vllm_still_makes_so_many_tables() -> None:

@@ -14,7 +14,16 @@ import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from tests.pretended_device import DeviceTensor, PretendedDevice, data_of
-from tests.shifted_worker import BLOCK, HEADS, KV_HEADS, SIZE, Host, Worker, launch_tables
+from tests.shifted_worker import (
+    BLOCK,
+    HEADS,
+    KV_HEADS,
+    SIZE,
+    SPLITS,
+    Host,
+    Worker,
+    launch_tables,
+)
 from vllm_pyramid.attention.backend_flash import PyramidFlashImpl
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
@@ -33,8 +42,7 @@ LAUNCHES |= {"summarise_pages": 1, "choose_pages": 2}
 # FlashAttention 3 prepares its schedule, attends, and joins the parts of rows that it has split.
 LAUNCHES |= {"flash_attention": 3, "paged_attention": 2}
 # What is launched in every step, with evictions or without.
-OF_STEPS = {"reshape_and_cache", "vllms_attention", "shift_block_tables", "effective_lens"}
-OF_STEPS |= {"gather_lanes", "lane_rows", "lane_slots"}
+OF_STEPS = {"reshape_and_cache", "vllms_attention", "gather_tables", "lane_rows", "lane_slots"}
 # Operations of tensors that launch nothing: views, and memory.
 VIEWS = {"_reshape_alias", "alias", "as_strided", "detach", "expand", "permute", "select", "slice"}
 VIEWS |= {"split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
@@ -231,3 +239,74 @@ def test_launches_of_a_layer_that_chooses(
     assert len(worker.outs) == len(right.outs) == 2 * 7
     for out, wanted in zip(worker.outs, right.outs, strict=True):
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+
+
+# Tables of a step ---------------------------------------------------------------------------------
+
+PROMPTS = {f"p{i}": 90 + 3 * i for i in range(4)}
+OF_TABLES = {"gather_tables", "lane_rows", "lane_slots"}
+
+
+class CountingTables(PretendedDevice):
+    """Counts what a step launches before its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.inside = False
+
+    def launch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        launched, name = super().launch(function), function.__name__.removesuffix("_reference")
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if name in OF_TABLES:
+                self.counts[name] += 1
+            return launched(*args, **kwargs)
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.overloadpacket.__name__
+        if self.inside and isinstance(result, DeviceTensor) and name not in VIEWS:
+            self.counts[name] += 1
+        return result
+
+
+def _of_step(worker: Worker, device: CountingTables, scheduled: dict[str, int]) -> Counter[str]:
+    """Return what the tables of a step launch."""
+    follow = worker.shifted.follow
+
+    def counted(*args: Any) -> None:
+        device.inside = True
+        follow(*args)
+        device.inside = False
+
+    worker.shifted.follow = counted
+    device.counts.clear()
+    worker.step(scheduled)
+    worker.shifted.follow = follow
+    return Counter(device.counts)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("name", ["pyramidkv", "heads"])
+def test_tables_of_a_step_are_one_launch(
+    name: str, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the lengths of 32 layers; two in the step behind an eviction, which sends skips."""
+    policy = POLICIES.get(name)
+    if policy is None:
+        policy = load_policy("duoattention", *SPLITS["duoattention"])
+    slots = {"lane_rows": 1, "lane_slots": 1} if name == "heads" else {}
+    with CountingTables() as device:
+        launch_tables(monkeypatch, device)
+        layers = 2 if name == "heads" else LAYERS
+        worker = Worker(policy, device, PROMPTS, layers=layers, held=held)
+        decode = dict.fromkeys(PROMPTS, 1)
+        assert _of_step(worker, device, PROMPTS) == Counter({"gather_tables": 1, **slots})
+        behind = _of_step(worker, device, decode)
+        assert behind == Counter({"gather_tables": 1, "_to_copy": 1, "index_copy_": 1, **slots})
+        for _ in range(2):
+            assert _of_step(worker, device, decode) == Counter({"gather_tables": 1, **slots})
+    assert worker.evictions == len(PROMPTS) and device.waits == []

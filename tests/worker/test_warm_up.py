@@ -29,6 +29,13 @@ from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
 pytestmark = pytest.mark.cpu
 
+GATHER = triton_tables.gather_tables_reference
+LANES = (triton_lanes.lane_rows_reference, triton_lanes.lane_slots_reference)
+KERNELS = {
+    "gather_tables": triton_tables.gather_tables,
+    "lane_rows": triton_lanes.lane_rows,
+    "lane_slots": triton_lanes.lane_slots,
+}
 # Of all constants that follow from lengths.
 PROMPTS = {"a": 61, "b": 130, "c": 257, "d": 515, "e": 1100, "f": 2300, "g": 90}
 
@@ -65,7 +72,7 @@ class Launched(Host):
         if function is vllms_attention:
             return function
         name = function.__name__.replace("_reference", "")
-        kernel = getattr(triton_ops, name, None) or getattr(triton_lanes, name)
+        kernel = KERNELS.get(name) or getattr(triton_ops, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if name != "reshape_and_cache":  # vLLM's own does that
@@ -80,17 +87,15 @@ class Impl(PyramidImplMixin):
 
 
 def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Host) -> None:
-    for name in ("shift_block_tables_", "effective_lens"):
-        twin = f"{name}reference_" if name.endswith("_") else f"{name}_reference"
-        monkeypatch.setattr(triton_tables, name, device.launch(getattr(triton_tables, twin)))
-    for name in ("gather_lanes", "lane_rows", "lane_slots"):
-        twin = getattr(triton_lanes, f"{name}_reference")
+    monkeypatch.setattr(triton_tables, "gather_tables", device.launch(GATHER))
+    for twin in LANES:
+        name = twin.__name__.removesuffix("_reference")
         monkeypatch.setattr(triton_lanes, name, device.launch(twin))
 
 
-def make_worker(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Worker:
+def make_worker(policy: Policy, monkeypatch: pytest.MonkeyPatch, *, held: bool = True) -> Worker:
     device = Launched()
-    worker = Worker(policy, device, PROMPTS, at_step_end=True, spare=4096)
+    worker = Worker(policy, device, PROMPTS, at_step_end=True, held=held, spare=4096)
     monkeypatch.setattr(backend_cuda, "get_ops", lambda device_type: worker.ops)
     launch_tables(monkeypatch, device)
     return worker
@@ -150,9 +155,25 @@ def test_no_key_comes_up_while_serving(
     serve(worker)
     assert worker.evictions > 3 or not policy.evicts
     assert keys - compiled == set()
-    names = ("gather_lanes_kernel", "lane_rows_kernel", "lane_slots_kernel")
+    names = ("gather_tables_kernel", "lane_rows_kernel", "lane_slots_kernel")
     launched = [any(key.startswith(name) for key in compiled) for name in names]
-    assert launched == [policy.heads.splits] * 3
+    assert launched == [True, *[policy.heads.splits] * 2]
+
+
+@pytest.mark.parametrize("name", ["pyramidkv", "duoattention"])
+def test_no_key_comes_up_where_vllm_fills_the_tables(
+    monkeypatch: pytest.MonkeyPatch, keys: set[str], name: str
+) -> None:
+    """As under its first runner, whose tables are shifted in place."""
+    policy = next(policy for policy in policies() if policy.name == name)
+    worker = make_worker(policy, monkeypatch, held=False)
+    warm_up(worker)
+    compiled = set(keys)
+    for request, length in PROMPTS.items():
+        worker.step({request: length})
+    worker.step(dict.fromkeys(PROMPTS, 1))
+    assert any(key.startswith("gather_tables") for key in compiled)
+    assert not {key for key in keys - compiled if key.startswith(("gather", "lane"))}
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "h2o"])

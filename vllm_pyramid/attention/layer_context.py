@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_pyramid.attention.cpu_metadata import PyramidCpuMetadata, check_size
 from vllm_pyramid.attention.deferred import DeferredEviction
 from vllm_pyramid.attention.evict import evict_layer
-from vllm_pyramid.attention.shifted_tables import DeviceTables
+from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
@@ -69,7 +69,7 @@ class LayerContext:
     ranks: Ranks | None = None
     rotary: Rotary | None = None
     trace: TraceWriter | None = None
-    shifted: DeviceTables | None = None
+    shifted: ShiftedTables | None = None
     deferred: DeferredEviction | None = None
     step_end: StepEndEviction | None = None
     values: torch.Tensor | None = None

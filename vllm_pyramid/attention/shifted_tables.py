@@ -1,79 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shifted block tables for attention kernels without skips (FlashAttention, vLLM's Triton).
 
-    what vLLM wrote for the step      what layer l's kernel reads
-    [x][x][x][7][2][9]   skip 3 N     [7][2][9][0][0][0]    length seq_len - skip
+    a request's blocks in layer l     what the layer's kernel reads
+    [x][x][x][7][2][9]   skip 3 N     [7][2][9]    length seq_len - skip
 
-vLLM fills a tensor for each KV cache group in every step: from the tables of all requests (second
-runner) or from the host (first). Here these tensors are parts of one, and one launch shifts all
-rows in place, between vLLM's filling and the attention. Captured graphs read these addresses.
-Layers whose blocks have another size have shorter rows, and a launch of their own.
+vLLM's second runner keeps the tables of all requests, each in its slot; one launch gathers those of
+the step for all layers, shifted, with their lengths. The first runner copies whole tables from the
+host into the step's in every step; the same launch then shifts these in place. Captured graphs read
+the step's tables, whose addresses stay. The skips of all slots stay on the device, too: only those
+that have changed travel.
+
+Shape legend: L layers of this worker that evict, R rows of a step, G tables of a layer: 1, or one
+for each KV head. M entries of a request's table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
 
-class DeviceTables(Protocol):
-    """What attention kernels read that know nothing of skips; see `ShiftedTables`."""
+@dataclass(frozen=True)
+class HeldTables:
+    """Tables of all requests, apart from those of a step: vLLM's second runner has them.
 
-    tables: list[torch.Tensor]
-    lens: torch.Tensor
-    skips: torch.Tensor
-    no_skips: torch.Tensor
-    max_lens: npt.NDArray[np.int32] | None
-    replays: bool
+    Attributes:
+        sources: of each layer that evicts `[slots, M]` int32; they may be in host memory.
+        others: `(table of all requests, table of the step, place)` of each group that evicts
+            nothing; its place is its number among vLLM's groups.
+    """
 
-    def place(self, layer: int) -> int: ...
+    sources: Sequence[torch.Tensor]
+    others: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()
 
-    def follow(
-        self,
-        seq_lens: torch.Tensor,
-        query_starts: torch.Tensor,
-        step: Step,
-        host_lens: npt.NDArray[np.int32] | None,
-    ) -> None: ...
 
-    def describe(self, common: Any, layer: int) -> None: ...
+class Slots(NamedTuple):
+    """Where the requests of a step stand in `HeldTables`.
 
-    def complete(self, metadata: Any, common: Any, layer: int) -> None: ...
+    Attributes:
+        on_host, on_device: `[R]` of the step's requests, in batch order; int64 on the device.
+        num_blocks: `[groups of vLLM, slots]` int32 on the device, blocks that each slot holds.
+    """
 
-    def warm_up(self) -> None: ...
-
-    def forget_step(self) -> None: ...
+    on_host: npt.NDArray[np.integer[Any]]
+    on_device: torch.Tensor
+    num_blocks: torch.Tensor
 
 
 class ShiftedTables:
     """Block tables and lengths of every layer of this worker, without the blocks that were skipped.
 
-    `tables` takes the place of vLLM's own tensors of the same size, so this adds only two tensors
-    of `[L, R_max]` integers to the device's memory. That matters, because vLLM profiles its memory
-    before any table exists: 80 layers, 1024 requests of 131072 tokens and blocks of 16 tokens have
-    2.5 GiB of tables.
+    `of_runner` takes the place of vLLM's own tensors of the step, so this adds only four numbers a
+    table and request to the device's memory. That matters, because vLLM profiles its memory before
+    any table exists: 80 layers, 1024 requests of 131072 tokens and blocks of 16 tokens have 2.5 GiB
+    of tables.
 
     Attributes:
-        layers: the numbers of this pipeline stage's layers that evict: L of them.
-        tables: L tables `[R_max, M]` int32. lens: `[L, R_max]` int32.
+        layers: the numbers of this pipeline stage's layers that evict. per_layer: G.
+        tables: what attention reads, L tables `[R_max * G, M / G]` int32. of_runner: what vLLM
+            takes for the step's, L tables of R_max rows: the same memory, but where vLLM fills
+            `[R_max, M]` and G is not 1.
+        lens: `[L, R_max * G]` int32.
         max_lens: `[L]` on the host, the longest sequence that each layer attends to in this step;
             None where the host does not know it.
-        skips: `[L, R_max]` int32, tokens that each row leaves out.
-        no_skips: `[R_max]` int32, zeros: the skips of requests within these tables.
+        skips: `[L, R_max * G]` int32, tokens that each row leaves out.
+        no_skips: `[R_max * G]` int32, zeros: the skips of requests within these tables.
         replays: whether the step replays a single graph, so that its metadata is not read.
 
     Args:
-        max_num_reqs: R_max.
+        max_num_reqs: R_max, and the number of slots.
         shapes: M, the entries of a request's block table, and the tokens of a block, of each layer.
         device: the device of the attention.
+        held: None: vLLM fills the tables of a step.
     """
 
     def __init__(
@@ -82,33 +89,45 @@ class ShiftedTables:
         max_num_reqs: int,
         shapes: Sequence[tuple[int, int]],
         device: torch.device,
+        held: HeldTables | None = None,
+        *,
+        per_layer: int = 1,
     ) -> None:
-        self.layers = layers
+        self.layers, self.per_layer = layers, per_layer
         num_layers = layers.stop - layers.start
         assert len(shapes) == num_layers, (shapes, layers)
         self.max_lens: npt.NDArray[np.int32] | None = None
         self.replays = False
-        # Each layer's part begins at a multiple of 16 bytes, as a tensor of its own would;
-        # otherwise Triton compiles other kernels for it.
-        rows = -(-max_num_reqs // 4) * 4
-        # Consecutive layers of one shape: the first one's place, their tables, tokens of a block.
-        self._parts: list[tuple[int, torch.Tensor, int]] = []
+        num_rows, num_tables = max_num_reqs * per_layer, num_layers * per_layer
         with torch.inference_mode(False):  # as vLLM's buffers, which these tensors replace
-            entries = rows * sum(width for width, _ in shapes)
-            rest = torch.zeros(entries, dtype=torch.int32, device=device)
-            first = 0
-            for (width, block_size), group in groupby(shapes):
-                count = len(list(group))
-                part, rest = rest.split((count * rows * width, len(rest) - count * rows * width))
-                tables = part.view(count, rows, width)[:, :max_num_reqs]
-                self._parts.append((first, tables, block_size))
-                first += count
+            self.tables = _one_memory(
+                [(num_rows, width // per_layer) for width, _ in shapes], device
+            )
+            self.of_runner = self.tables
+            if held is None and per_layer > 1:
+                self.of_runner = _one_memory([(max_num_reqs, width) for width, _ in shapes], device)
+            elif per_layer > 1:
+                self.of_runner = [table.view(max_num_reqs, -1) for table in self.tables]
+            rows = -(-num_rows // 4) * 4
             self.lens, self.skips = (
-                torch.zeros(num_layers, rows, dtype=torch.int32, device=device)[:, :max_num_reqs]
+                torch.zeros(num_layers, rows, dtype=torch.int32, device=device)[:, :num_rows]
                 for _ in range(2)
             )
             self.no_skips = torch.zeros_like(self.lens[0])
-        self.tables = [table for _, tables, _ in self._parts for table in tables]
+            self._of_slots = torch.zeros(max_num_reqs, num_tables, dtype=torch.int64, device=device)
+        self._sent = np.zeros((num_tables, max_num_reqs), np.int32)  # `_of_slots`, on the host
+        sources, others = self.of_runner, () if held is None else held.others
+        if held is not None:
+            sources = list(held.sources)
+        self.groups = TableGroups.of(
+            [*sources, *(source for source, _, _ in others)],
+            [*self.tables, *(target for _, target, _ in others)],
+            [size for _, size in shapes] + [0] * len(others),
+            [0] * num_layers + [place for _, _, place in others],
+            num_layers,
+            per_layer=per_layer,
+            by_slot=held is not None,
+        )
 
     def place(self, layer: int) -> int:
         """Return the place of a layer that evicts in these tensors."""
@@ -120,16 +139,17 @@ class ShiftedTables:
         query_starts: torch.Tensor,
         step: Step,
         host_lens: npt.NDArray[np.int32] | None,
+        slots: Slots | None = None,
     ) -> None:
-        """Shift the tables of a step; arguments as of `update`.
+        """Write the tables of a step; arguments as of `update`.
 
         Args:
             query_starts: `[R + 1]` int32, where the queries of each request begin.
         """
         if (layout := step.layout) is None:
-            self.update(seq_lens, step.skips, host_lens)
+            self.update(seq_lens, step.skips, host_lens, slots=slots)
         else:
-            self.update(seq_lens, layout.skips, host_lens, layout.seq_lens)
+            self.update(seq_lens, layout.skips, host_lens, layout.seq_lens, slots=slots)
 
     def update(
         self,
@@ -137,52 +157,72 @@ class ShiftedTables:
         skips: npt.NDArray[np.int32],
         host_lens: npt.NDArray[np.int32] | None,
         layer_lens: npt.NDArray[np.int32] | None = None,
+        *,
+        slots: Slots | None = None,
     ) -> None:
-        """Shift the step's tables, which vLLM has just filled, and write the step's lengths.
+        """Write the step's tables and lengths.
 
-        Must be called once after each filling: a second call would shift the rows again.
+        Must be called once a step: where vLLM fills the tables, a second call would shift the rows
+        again.
 
         Args:
             seq_lens: `[R]` int32, 0 in the padding rows of a captured batch.
-            skips: `[layers that evict, <= R]` int32 on the host; the other requests have skipped
-                nothing.
+            skips: `[tables of all layers that evict, <= R]` int32 on the host; the other rows are
+                padding.
             host_lens: `[<= R]`, the host's `seq_lens` of the requests with skips; None in a step
                 without real requests, which has no skips.
             layer_lens: `[layers that evict, R]`, where the sequences of `host_lens` end in each
                 layer, if layers compute different tokens; at most `host_lens`.
+            slots: of the step's requests, where tables are held.
         """
-        from vllm_pyramid.kernels.triton.tables import effective_lens, shift_block_tables_
+        from vllm_pyramid.kernels.triton.tables import gather_tables
 
-        skips = skips[self.layers]
-        num_rows, num_skips = seq_lens.shape[0], skips.shape[1]
-        device_skips = self.skips[:, :num_rows]
-        device_skips[:, num_skips:] = 0
-        device_skips[:, :num_skips].copy_(upload(skips, seq_lens.device))
-        longest = 0
+        skips = skips[int(self.layers.start) * self.per_layer : self.layers.stop * self.per_layer]
         self.max_lens = None
         if host_lens is not None:
-            longest = int(host_lens.max())
-            self.max_lens = (host_lens - skips).max(axis=1)
-        for first, tables, block_size in self._parts:
-            shift_block_tables_(
-                tables[:, :num_rows],
-                device_skips[first : first + len(tables)],
-                block_size,
-                num_columns=-(-longest // block_size),
-            )
+            self._send(skips, None if slots is None else slots.on_host)
+            self.max_lens = (host_lens - skips).reshape(len(self.tables), -1).max(axis=1)
+        gather_tables(
+            self.groups,
+            self.rows(seq_lens, 0 if host_lens is None else skips.shape[1], slots),
+            self._of_slots,
+            self.lens,
+            self.skips,
+        )
         if layer_lens is None:
-            effective_lens(self.lens[:, :num_rows], seq_lens, device_skips)
             return
-        if host_lens is None or len(host_lens) != num_rows:
+        if host_lens is None or len(host_lens) != len(seq_lens):
             raise RuntimeError(
-                f"a step in which layers compute different tokens has {num_rows} rows, some of "
-                "padding; report this"
+                f"a step in which layers compute different tokens has {len(seq_lens)} rows, some "
+                "of padding; report this"
             )
         layer_lens = layer_lens[self.layers] - skips
         self.max_lens = layer_lens.max(axis=1)
         # Only the device may know how many drafts of a decoding request were accepted.
         differences = upload(layer_lens - host_lens, seq_lens.device)
-        torch.add(seq_lens, differences, out=self.lens[:, :num_rows])
+        torch.add(seq_lens, differences, out=self.lens[:, : len(seq_lens)])
+
+    def rows(self, seq_lens: torch.Tensor, num_reqs: int, slots: Slots | None) -> StepRows:
+        """Return the rows of a step for the kernels."""
+        if slots is None:
+            return StepRows(seq_lens, num_reqs)
+        return StepRows(seq_lens, num_reqs, slots.on_device, slots.num_blocks)
+
+    def _send(
+        self, skips: npt.NDArray[np.int32], slots: npt.NDArray[np.integer[Any]] | None
+    ) -> None:
+        """Send the skips of the step's requests that are not on the device yet, in one copy."""
+        count = skips.shape[1]
+        sent = self._sent[:, :count] if slots is None else self._sent.take(slots, axis=1)
+        if np.array_equal(sent, skips):
+            return
+        changed = np.flatnonzero((sent != skips).any(axis=0))
+        places = changed if slots is None else slots[changed]
+        numbers = np.empty((len(places), 1 + len(skips)), np.int64)
+        numbers[:, 0], numbers[:, 1:] = places, skips[:, changed].T
+        self._sent[:, places] = skips[:, changed]
+        on_device = upload(numbers, self.lens.device)
+        self._of_slots.index_copy_(0, on_device[:, 0], on_device[:, 1:])
 
     def describe(self, common: Any, layer: int) -> None:
         """Give a copy of vLLM's metadata of a step a layer's table and lengths."""
@@ -201,9 +241,25 @@ class ShiftedTables:
 
     def warm_up(self) -> None:
         """Launch all kernels, with one request that has no tokens."""
-        self.update(self.no_skips[:1], np.zeros((self.layers.stop, 1), np.int32), None)
+        skips = np.zeros((self.layers.stop * self.per_layer, 1), np.int32)
+        self.update(self.no_skips[:1], skips, None)
 
     def forget_step(self) -> None:
         """Forget the last step before graphs are captured, on tables that vLLM has cleared."""
         self.max_lens = None
         self.lens.fill_(1)
+
+
+def _one_memory(shapes: Sequence[tuple[int, int]], device: torch.device) -> list[torch.Tensor]:
+    """Return tables of zeros in one memory.
+
+    Each begins at a multiple of 16 bytes, as a tensor of its own would; otherwise Triton compiles
+    other kernels for it.
+    """
+    places = [-(-rows // 4) * 4 * width for rows, width in shapes]
+    memory = torch.zeros(sum(places), dtype=torch.int32, device=device)
+    parts = memory.split(places)
+    return [
+        part[: rows * width].view(rows, width)
+        for part, (rows, width) in zip(parts, shapes, strict=True)
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_pyramid.attention.layer_context import LayerContext
-from vllm_pyramid.attention.shifted_tables import DeviceTables, ShiftedTables
+from vllm_pyramid.attention.shifted_tables import HeldTables, ShiftedTables
 
 
 class TableLayout:
@@ -33,24 +33,20 @@ class TableLayout:
         max_num_tokens: int,
         shapes: Sequence[tuple[int, int]],
         device: torch.device,
-    ) -> DeviceTables:
+        held: HeldTables | None = None,
+    ) -> ShiftedTables:
         """Return the tables of attention kernels that know nothing of skips.
 
         Args:
             layers: the numbers of this worker's layers that evict.
             max_num_reqs, max_num_tokens: of a step.
             shapes: entries of a request in vLLM's table, and tokens of a block, of each layer.
+            held: of `ShiftedTables`.
         """
-        return ShiftedTables(layers, max_num_reqs, shapes, device)
+        return ShiftedTables(layers, max_num_reqs, shapes, device, held)
 
-    def device_bytes(
-        self, num_layers: int, max_num_reqs: int, max_num_tokens: int, entries: int
-    ) -> int:
-        """Return the bytes of `device_tables` beside vLLM's own tables, lengths and skips.
-
-        Args:
-            entries: of a request in the tables of all groups.
-        """
+    def device_bytes(self, num_layers: int, max_num_reqs: int, max_num_tokens: int) -> int:
+        """Return the bytes of `device_tables` beside tables, lengths and skips."""
         return 0
 
     def check(self, name: str, impl: Any) -> None:

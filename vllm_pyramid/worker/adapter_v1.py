@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class TablesV1:
     reads the tables: rows may be shifted there.
     """
 
-    tensors_per_group = 1
+    tensors_per_group, holds_tables, held_on_host = 1, False, False
 
     def __init__(self, runner: AdapterV1) -> None:
         self._runner = runner  # its `input_batch` may be replaced
@@ -32,6 +32,9 @@ class TablesV1:
     def shape(self, group: int) -> tuple[int, int]:
         rows, width = self._runner.input_batch.block_table[group].block_table.cpu.shape
         return rows, width
+
+    def held(self, groups: Sequence[int]) -> None:
+        """Return None: vLLM fills the tables of a step."""
 
     def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
         for group, table in tables.items():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_pyramid.attention.shifted_tables import HeldTables, Slots
+from vllm_pyramid.compat.held_tables import has_host_tables, hold_on_host
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.step_tables import StepTables
 
@@ -18,21 +20,44 @@ from vllm_pyramid.worker.step_tables import StepTables
 class TablesV2:
     """The two block tables of each group: of all requests, and of the step's, in batch order."""
 
-    tensors_per_group = 2
+    tensors_per_group, holds_tables = 2, True
 
     def __init__(self, runner: AdapterV2) -> None:
         self._runner = runner  # its `block_tables` are replaced in every initialization
+
+    @property
+    def held_on_host(self) -> bool:
+        """Whether `hold_on_host` has moved, or will move, tables of all requests."""
+        return has_host_tables()
 
     def shape(self, group: int) -> tuple[int, int]:
         rows, width = self._runner.block_tables.block_tables[group].gpu.shape
         return rows, width
 
-    def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
-        """Replace the step's tables, and the addresses that vLLM's gathering kernel writes to."""
+    def held(self, groups: Sequence[int]) -> HeldTables:
+        """Return the tables of all requests, of groups that evict and of this worker's others."""
         block_tables = self._runner.block_tables
+        tables = block_tables.block_tables
+        others = [
+            (tables[place].gpu, block_tables.input_block_tables[place], place)
+            for place, group in enumerate(self._runner.kv_cache_config.kv_cache_groups)
+            if group.layer_names and place not in groups
+        ]
+        return HeldTables([tables[group].gpu for group in groups], others)
+
+    def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
+        """Replace the step's tables, and vLLM's gathering of their entries."""
+        block_tables = self._runner.block_tables
+        of_steps = block_tables.input_block_tables
         for group, table in tables.items():
-            block_tables.input_block_tables[group] = table
+            of_steps[group] = table
+        # vLLM has none between two initializations, when tables are freed alone.
+        config = getattr(self._runner, "kv_cache_config", None)
+        for place, spec in enumerate([] if config is None else config.kv_cache_groups):
+            if not spec.layer_names:  # of another pipeline stage, which nobody reads here
+                of_steps[place] = of_steps[place].new_empty(block_tables.max_num_reqs, 0)
         block_tables.init_block_table_layout_tensors()
+        block_tables.gather_block_tables = GatheredLater(of_steps)
 
     def move_front(
         self, request_id: str, starts: Mapping[int, tuple[int, int]], count: int
@@ -44,6 +69,21 @@ class TablesV2:
         rows = [(tables[group].gpu[row], *places) for group, places in starts.items()]
         fronts = torch.stack([table[old : old + count] for table, old, _ in rows])
         torch._foreach_copy_([table[new : new + count] for table, _, new in rows], [*fronts])
+
+
+class GatheredLater:
+    """Takes the place of `BlockTables.gather_block_tables`, where `ShiftedTables` gathers.
+
+    Args:
+        tables: vLLM's list of the step's tables.
+    """
+
+    def __init__(self, tables: list[torch.Tensor]) -> None:
+        self._tables = tables
+
+    def __call__(self, idx_mapping: Any, num_reqs_padded: int) -> tuple[torch.Tensor, ...]:
+        """Return the step's tables, which `begin_step` writes; slots do not follow from them."""
+        return tuple(table[:num_reqs_padded] for table in self._tables)
 
 
 class MetadataBuilding:
@@ -107,7 +147,6 @@ class AdapterV2(RunnerAdapter):
     """
 
     step_is_eager = False
-    block_tables: Any
     cudagraph_manager: Any
     model_state: Any
     req_states: Any
@@ -115,6 +154,19 @@ class AdapterV2(RunnerAdapter):
     def runner_tables(self) -> TablesV2:
         """Return the tables of `block_tables`."""
         return TablesV2(self)
+
+    @property
+    def block_tables(self) -> Any:
+        """vLLM's tables, new ones in every initialization."""
+        return self._block_tables
+
+    @block_tables.setter
+    def block_tables(self, tables: Any) -> None:
+        """Take vLLM's tables, of which some go to host memory before it allocates the cache."""
+        others = self.pyramid.layers.specs.keys() - self.pyramid.layers.evicting.keys()
+        groups = enumerate(self.kv_cache_config.kv_cache_groups)
+        hold_on_host(tables, [g for g, group in groups if not others & {*group.layer_names}])
+        self._block_tables = tables
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Initialize as vLLM does; graphs and metadata of steps go through the runtime."""
@@ -146,8 +198,9 @@ class AdapterV2(RunnerAdapter):
         super().add_requests(scheduler_output)  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: Any) -> Any:
-        """Gather block tables and slots as vLLM does, and begin the step in the runtime."""
+        """Find slots as vLLM does, and begin the step in the runtime, which gathers tables."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)  # type: ignore[misc]
+        num_blocks = self.block_tables.num_blocks.gpu
         self.pyramid.begin_step(
             input_batch.req_ids,
             self.req_states.prompt_len.np[input_batch.idx_mapping_np],
@@ -155,6 +208,7 @@ class AdapterV2(RunnerAdapter):
             input_batch.num_scheduled_tokens,
             input_batch.seq_lens[: input_batch.num_reqs_after_padding],
             input_batch.query_start_loc[: input_batch.num_reqs_after_padding + 1],
+            Slots(input_batch.idx_mapping_np, input_batch.idx_mapping, num_blocks),
         )
         return block_tables, slot_mappings
 

@@ -13,6 +13,7 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.eviction_memory import EvictionMemory
 from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.worker.host_pool import waiting_bytes
+from vllm_pyramid.worker.step_tables import RunnerTables
 from vllm_pyramid.worker.worker_layers import WorkerLayers
 
 logger = init_logger(f"vllm.{__name__}")
@@ -23,7 +24,7 @@ class WorkerMemory:
 
     Args:
         device: of the cache. settings: the served policy's.
-        tensors_per_group: device tensors that the runner keeps for each block table.
+        tables: of the model runner.
     """
 
     def __init__(
@@ -33,14 +34,14 @@ class WorkerMemory:
         device: torch.device,
         layers: WorkerLayers,
         hooks: MethodHooks,
-        tensors_per_group: int,
+        tables: RunnerTables,
     ) -> None:
         self._config, self._layers, self._hooks = config, layers, hooks.cache
         self._settings, self._device = settings, device
         self._gathers = bool(hooks.after_compact)
         self._at_step_end = device.type != "cpu" and not hooks.in_evictions
         self._followers = hooks.copy_blocks
-        self._tensors_per_group = tensors_per_group
+        self._tables = tables
 
     def before_profile(self) -> None:
         """Prepare the model for vLLM's profile: its largest step must be as large as ours."""
@@ -51,23 +52,33 @@ class WorkerMemory:
         """Return the bytes of the block tables, slots and lengths of all KV cache groups.
 
         vLLM allocates them after it has profiled its memory. With one group they are negligible;
-        with a group for each of 32 layers and 1,024 requests of 131,072 tokens they take 2 GiB.
+        with a group for each of 32 layers and 1,024 requests of 131,072 tokens they take 1 GiB.
         """
         scheduler = self._config.scheduler_config
         longest, rows = self._config.model_config.max_model_len, scheduler.max_num_seqs
-        specs = self._layers.specs
-        entries = sum(
-            getattr(spec, "tables_per_layer", 1) * -(-longest // spec.block_size)
-            for spec in specs.values()
-        )
-        tables = 4 * rows * self._tensors_per_group * entries
-        evicting, layout = len(self._layers.evicting), self._layers.layout
-        lengths_and_skips = 4 * rows * 2 * evicting * layout.tables_per_layer
-        slots = 8 * len(specs) * scheduler.max_num_batched_tokens
-        found = tables + lengths_and_skips + slots
-        if self._device.type != "cpu":
-            most_tokens = scheduler.max_num_batched_tokens
-            found += layout.device_bytes(evicting, rows, most_tokens, entries)
+        specs, evicting = self._layers.specs, self._layers.evicting
+        layout, tables = self._layers.layout, self._tables
+        on_device = self._device.type != "cpu"
+        own = others = tables.tensors_per_group
+        if on_device:
+            # The step's, and those of which they are made; in place where vLLM fills them.
+            apart = tables.holds_tables or layout.tables_per_layer > 1
+            own = 1 + (apart and not tables.held_on_host)
+            others = int(not tables.held_on_host)
+        entries, most = 0, 0
+        for name, spec in specs.items():
+            width = getattr(spec, "tables_per_layer", 1) * -(-longest // spec.block_size)
+            entries += width * (own if name in evicting else tables.tensors_per_group)
+            most = max(most, width)
+        # Every stage of a pipeline has the groups of all stages.
+        other_stages = self._layers.num_layers - len(evicting)
+        entries += other_stages * most * others
+        # Length and skip of each row, and the skip of each slot in 8 bytes.
+        numbers = 4 * rows * 4 * len(evicting) * layout.tables_per_layer
+        most_tokens = scheduler.max_num_batched_tokens
+        found = 4 * rows * entries + numbers + 8 * (len(specs) + other_stages) * most_tokens
+        if on_device:
+            found += layout.device_bytes(len(evicting), rows, most_tokens)
         return found
 
     def buffer_bytes(self) -> int:

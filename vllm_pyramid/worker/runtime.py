@@ -13,6 +13,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_pyramid.attention.shifted_tables import Slots
 from vllm_pyramid.compat.cache_specs import set_scales_of_tokens
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.runner import send_report
@@ -127,7 +128,7 @@ class WorkerRuntime:
             traces=settings.trace is not None,
         )
         self.memory = WorkerMemory(
-            config, settings, device, self.layers, tracker.hooks, runner_tables.tensors_per_group
+            config, settings, device, self.layers, tracker.hooks, runner_tables
         )
         self.host_pool: HostPool | None = None
         self._front_moves: list[FrontMove] = []  # of the latest step
@@ -247,15 +248,17 @@ class WorkerRuntime:
         scheduled: IntArray,
         seq_lens: torch.Tensor,
         query_starts: torch.Tensor,
+        slots: Slots | None = None,
     ) -> None:
-        """Begin a step whose block tables vLLM has just filled; arguments as of the tracker's.
+        """Begin a step whose blocks vLLM knows already; arguments as of the tracker's.
 
         Args:
             seq_lens: `[rows]` int32 on the device, with the rows of padding.
             query_starts: `[rows + 1]` int32 on the device.
+            slots: of the requests, where the runner holds the tables of all requests.
         """
         step = self.tracker.begin_step(request_ids, prompt_lens, computed, scheduled)
-        self.tables.shift(seq_lens, query_starts, step, computed + scheduled)
+        self.tables.shift(seq_lens, query_starts, step, computed + scheduled, slots)
 
     @property
     def is_heard(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.attention.shifted_tables import DeviceTables
+from vllm_pyramid.attention.shifted_tables import HeldTables, ShiftedTables, Slots
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.front_moves import FrontMove
 from vllm_pyramid.worker.worker_layers import WorkerLayers
@@ -20,16 +20,33 @@ class RunnerTables(Protocol):
     """The block tables of one of vLLM's model runners, by KV cache group.
 
     Attributes:
-        tensors_per_group: device tensors `[R_max, M]` that the runner keeps for each group.
+        tensors_per_group: tensors `[R_max, M]` that the runner keeps for each group.
+        holds_tables: whether one of them has the tables of all requests, apart from the step's.
+        held_on_host: whether that one is in host memory, of a group that evicts.
     """
 
     tensors_per_group: int
+    holds_tables: bool
+
+    @property
+    def held_on_host(self) -> bool: ...
 
     def shape(self, group: int) -> tuple[int, int]:
         """Return rows and entries of the table that attention reads: `(R_max, M)`."""
 
+    def held(self, groups: Sequence[int]) -> HeldTables | None:
+        """Return the tables of all requests, where the runner holds them.
+
+        Args:
+            groups: those that evict, in the order of their layers.
+        """
+
     def replace(self, tables: Mapping[int, torch.Tensor]) -> None:
-        """Let vLLM fill, and attention read, these tensors `[R_max, M]`."""
+        """Let these tensors be the runner's tables of a step.
+
+        Where the runner holds tables of all requests, it leaves the gathering to `ShiftedTables`
+        from then on; else it fills these in every step.
+        """
 
     def move_front(
         self, request_id: str, starts: Mapping[int, tuple[int, int]], count: int
@@ -54,7 +71,7 @@ class StepTables:
     """
 
     def __init__(self, runner: RunnerTables, layers: WorkerLayers, device: torch.device) -> None:
-        self.shifted: DeviceTables | None = None
+        self.shifted: ShiftedTables | None = None
         self._runner, self._layers, self._device = runner, layers, device
         self._groups: dict[int, int] = {}
         self._layer_of: dict[int, int] = {}
@@ -74,7 +91,7 @@ class StepTables:
             starts = {group: (old[layer], new[layer]) for group, layer in self._layer_of.items()}
             self._runner.move_front(move.request_id, starts, move.in_place // block_size)
 
-    def shift_in_place_of(self, groups: Mapping[int, int], max_num_tokens: int) -> DeviceTables:
+    def shift_in_place_of(self, groups: Mapping[int, int], max_num_tokens: int) -> ShiftedTables:
         """Replace the runner's tables by those of the layout.
 
         Args:
@@ -88,9 +105,13 @@ class StepTables:
         self._free_runner_tables()  # before tables of the same size are allocated
         of_layers = [(shapes[layer][1], block_sizes[layer]) for layer in sorted(shapes)]
         self.shifted = self._layers.layout.device_tables(
-            self._layers.stage, rows, max_num_tokens, of_layers, self._device
+            *(self._layers.stage, rows, max_num_tokens, of_layers, self._device),
+            self._runner.held(sorted(groups, key=lambda group: groups[group])),
         )
-        self._runner.replace({group: self.of_layer(layer) for group, layer in groups.items()})
+        of_runner = self.shifted.of_runner
+        self._runner.replace(
+            {group: of_runner[self.shifted.place(layer)] for group, layer in groups.items()}
+        )
         return self.shifted
 
     def release(self) -> None:
@@ -116,13 +137,14 @@ class StepTables:
         query_starts: torch.Tensor,
         step: Step,
         host_lens: npt.NDArray[np.int32] | None = None,
+        slots: Slots | None = None,
     ) -> None:
-        """Shift the tables that vLLM has just filled, where the attention kernels need it.
+        """Write the step's tables, where the attention kernels know nothing of skips.
 
         Args: as in `ShiftedTables.follow`.
         """
         if self.shifted is not None:
-            self.shifted.follow(seq_lens, query_starts, step, host_lens)
+            self.shifted.follow(seq_lens, query_starts, step, host_lens, slots)
 
     def forget_step(self) -> None:
         """Forget the lengths of the last step, before graphs are captured without a step."""

@@ -118,7 +118,7 @@ def _made_up_inputs(
     """Return the attention of one request whose blocks are all block 0, in the layer's cache."""
     assert context.shifted is not None, "kernels are compiled where tables are shifted"
     impl, shifted, tables = layer.impl, context.shifted, context.tables_per_layer
-    width = shifted.tables[shifted.place(context.layer)].shape[1] // tables
+    width = shifted.tables[shifted.place(context.layer)].shape[1]
     device, heads = shifted.lens.device, impl.num_heads // tables  # each table evicts by itself
     call: AttentionInputs = impl.call_of(
         layer,

@@ -22,6 +22,7 @@ from tests.kernels.arguments import check_no_requests
 from tests.kernels.every_kernel import contracts_of, shared_triton, triton_ops
 from tests.worker.test_launches import LAUNCHES
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.host_values.kernels.records import Choosers
@@ -154,12 +155,14 @@ def test_nothing_is_read_back_where_the_maxima_are_given(launches):
         triton_ops.compact(key_cache, value_cache, table, kept, lens, keeps)
         triton_ops.copy_blocks(key_cache, value_cache, lens[:1] * 0, lens[:1])
         triton_ops.unrankable(scores, skips, lens)
-        triton_ops.shift_block_tables_(table[None], skips[None], 16, num_columns=3)
-        triton_ops.effective_lens(lens.clone(), lens, skips)
-    assert "_local_scalar_dense" not in recorder.names
-    assert "_to_copy" not in recorder.names
-    assert "empty" in recorder.names  # the recorder does see what the calls do
-    assert len(launches) == 3 + 4 + 1 + 1 + 1 + 1 + 2
+        assert "empty" in recorder.names  # the recorder does see what the calls do
+        assert not {"_local_scalar_dense", "_to_copy"} & {*recorder.names}
+        groups = TableGroups.of([table], [table.clone()], [16], [0], 1)
+        of_slots = skips[:, None].long()
+        recorder.names.clear()
+        triton_tables.gather_tables(groups, StepRows(lens, 2), of_slots, lens[None], skips[None])
+        assert set(recorder.names) <= {"unsqueeze", "view"}
+    assert len(launches) == 3 + 4 + 1 + 1 + 1 + 1 + 1
     with Recorder() as recorder:
         triton_ops.select(scores, lens, keeps, window=8)
     assert "_local_scalar_dense" in recorder.names
@@ -170,55 +173,37 @@ def test_no_requests_launch_nothing(launches):
     assert launches == []
 
 
-def test_tables_and_lengths_are_compiled_once(launches):
-    """Change numbers of rows and columns as steps do; no step may wait for a compiler."""
-    tables = torch.zeros(4, 300, 512, dtype=torch.int32)
-    lens, skips = torch.zeros(2, 4, 300, dtype=torch.int32)
-    seq_lens = torch.zeros(300, dtype=torch.int32)
+@pytest.mark.parametrize(("lanes", "held"), [(1, True), (1, False), (4, True), (4, False)])
+def test_tables_and_slots_are_compiled_once(launches, lanes, held):
+    """Change numbers of rows and requests as steps do; no step may wait for a compiler."""
+    tables, others = torch.zeros(2, 300, 512, dtype=torch.int32)
+    targets = tables
+    if held or lanes > 1:
+        targets = torch.zeros(300 * lanes, 512 // lanes, dtype=torch.int32)
+    groups = TableGroups.of(
+        *([tables, others][: 1 + held], [targets, others][: 1 + held], [16, 0], [1, 0], 1),
+        per_layer=lanes,
+        by_slot=held,
+    )
+    of_rows, skips = torch.zeros(2, 1, 300 * lanes).int(), torch.zeros(300, lanes).long()
+    slots, order = torch.zeros(1, 4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int64)
+    starts, of_lanes = torch.zeros(301).int(), torch.zeros(300 * lanes + 1).int()
+    requests, blocks = torch.zeros(300).long(), torch.zeros(2, 300).int()
+    kernels = [
+        triton_tables.gather_tables_kernel,
+        triton_lanes.lane_rows_kernel,
+        triton_lanes.lane_slots_kernel,
+    ]
     cached = []
-    for num_rows, num_columns in ((1, 0), (1, 1), (5, 16), (48, 17), (300, 512)):
-        triton_ops.shift_block_tables_(
-            tables[:, :num_rows], skips[:, :num_rows], 16, num_columns=num_columns
-        )
-        triton_ops.effective_lens(lens[:, :num_rows], seq_lens, skips[:, :num_rows])
+    for count, num_reqs, written in ((1, 0, 0), (1, 1, 1), (5, 4, 16), (48, 48, 81), (300, 17, 99)):
+        rows = StepRows(starts[:count], num_reqs)
+        if held and num_reqs:
+            rows = rows._replace(slots=requests[:num_reqs], num_blocks=blocks)
+        triton_tables.gather_tables(groups, rows, skips, *of_rows)
+        triton_lanes.lane_rows(of_lanes, order, starts[: count + 1], lanes)
+        triton_lanes.lane_slots(slots, groups, rows, starts[: count + 1], written)
         cached.append(
-            [
-                sum(len(caches[0]) for caches in kernel.device_caches.values())
-                for kernel in (
-                    triton_tables.shift_tables_kernel,
-                    triton_tables.effective_lens_kernel,
-                )
-            ]
-        )
-    assert min(cached[0]) > 0
-    assert cached == [cached[0]] * 5
-
-
-def test_lanes_are_compiled_once(launches):
-    heads = 4
-    tables, lanes = torch.zeros(3, 300, 512, dtype=torch.int32), torch.zeros(3, 1200, 128).int()
-    lens, skips = torch.zeros(2, 3, 1200, dtype=torch.int32)
-    slots, order = torch.zeros(3, 4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int64)
-    starts, of_lanes = torch.zeros(301, dtype=torch.int32), torch.zeros(1201, dtype=torch.int32)
-    cached = []
-    for rows, columns, written in ((1, 0, 0), (1, 1, 1), (5, 16, 16), (48, 17, 81), (300, 128, 99)):
-        count = rows * heads
-        triton_lanes.gather_lanes(
-            *(lanes, lens[:, :count], tables, skips[:, :count], starts[:rows], 64, columns)
-        )
-        triton_lanes.lane_rows(of_lanes, order, starts[: rows + 1], heads)
-        triton_lanes.lane_slots(
-            slots, tables, starts[: rows + 1], starts[:rows], heads, 64, written
-        )
-        cached.append(
-            [
-                sum(len(caches[0]) for caches in kernel.device_caches.values())
-                for kernel in (
-                    triton_lanes.gather_lanes_kernel,
-                    triton_lanes.lane_rows_kernel,
-                    triton_lanes.lane_slots_kernel,
-                )
-            ]
+            [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
         )
     assert min(cached[0]) > 0
     assert cached == [cached[0]] * 5

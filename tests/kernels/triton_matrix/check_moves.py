@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compact` and `reshape_and_cache`, bit for bit; shifted tables and effective lengths."""
+"""`compact` and `reshape_and_cache`, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.triton import functions as triton_ops
-from vllm_pyramid.kernels.triton import tables as triton_tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -170,77 +169,3 @@ def test_reshape_and_cache_beyond_32_bit_offsets(make_huge, device):
     assert torch.equal(pool[2, :, 5], key[0])
     assert torch.equal(pool[0, :, 3], key[1])
     assert torch.equal(small[2, :, 5], key[0])
-
-
-# One tile (16, 12 and 1 entries used), several of 1024, and a tile that is used in part.
-@pytest.mark.parametrize(
-    ("width", "num_columns"), [(16, 16), (16, 12), (16, 1), (3000, 3000), (3000, 2500), (2048, 0)]
-)
-def test_tables_are_shifted_in_place(ints, device, width, num_columns):
-    """Overlap by one entry up to more than a tile; skip nothing, part of a block, or all."""
-    generator = torch.Generator().manual_seed(0)
-    blocks = [0, 1, 3, num_columns - 1, 1023, 1024, 1025, width, width + 9]
-    skips = ints([[b * 16 for b in blocks], [max(b, 0) * 16 + 7 for b in reversed(blocks)]])
-    skips.clamp_(min=0)
-    # Two rows and a column more than there are skips: of a wider batch, and of captured padding.
-    stock = torch.randint(1, 9999, (2, len(blocks) + 2, width), generator=generator).int()
-    tables = stock.to(device).clone()
-    twin = stock.to(device).clone()
-    triton_ops.shift_block_tables_(tables, skips, 16, num_columns)
-    triton_tables.shift_block_tables_reference_(twin, skips, 16, num_columns)
-    assert torch.equal(tables, twin)
-    for layer, row_skips in enumerate(skips.tolist()):
-        for row, skip in enumerate(row_skips):
-            kept = stock[layer, row, min(skip // 16, num_columns) : num_columns].tolist()
-            result = tables[layer, row].tolist()
-            assert result[:num_columns] == kept + [0] * (num_columns - len(kept))
-            assert result[num_columns:] == stock[layer, row, num_columns:].tolist()
-    assert torch.equal(tables[:, len(blocks) :].cpu(), stock[:, len(blocks) :])
-
-
-def test_tables_of_a_smaller_batch(ints, device):
-    """Pass views, as the runners do, with fewer rows than the buffers have."""
-    generator = torch.Generator().manual_seed(0)
-    stock = torch.randint(1, 99, (3, 8, 40), generator=generator).int().to(device)
-    buffer = ints([[16, 0, 32, 99, 99], [0, 0, 16, 99, 99], [320, 160, 0, 99, 99]])
-    tables, twin = stock.clone(), stock.clone()
-    triton_ops.shift_block_tables_(tables[:, :4], buffer[:, :3], 16, 30)
-    triton_tables.shift_block_tables_reference_(twin[:, :4], buffer[:, :3], 16, 30)
-    assert torch.equal(tables, twin)
-    assert torch.equal(tables[:, 3:], stock[:, 3:])
-    assert torch.equal(tables[0, 2, :28], stock[0, 2, 2:30])
-
-
-def test_tables_that_do_not_fit(ints, device):
-    tables = torch.zeros(2, 3, 8, dtype=torch.int32, device=device)
-    for skips, columns, message in (
-        (ints([[0] * 4] * 2), 8, "fewer than the 4 rows"),
-        (ints([[0] * 3] * 3), 8, "same number of layers"),
-        (ints([[0] * 3] * 2), 9, "num_columns is 9, the tables have 8"),
-        (ints([0] * 3), 8, "do not fit"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            triton_ops.shift_block_tables_(tables, skips, 16, columns)
-
-
-def test_effective_lengths(ints, device):
-    """Round a skip down to a block, and to a token; rows behind the batch stay as they are."""
-    skips, seq_lens = ints([0, 16, 47, 176]), ints([5, 40, 50, 190, 7])
-    for block_size, expected in ((1, [5, 24, 3, 14]), (16, [5, 24, 18, 14])):
-        lens = [torch.full((5,), -5, dtype=torch.int32, device=device) for _ in "ab"]
-        triton_ops.effective_lens(lens[0], seq_lens, skips, block_size)
-        triton_tables.effective_lens_reference(lens[1], seq_lens, skips, block_size)
-        assert lens[0].tolist() == lens[1].tolist() == [*expected, -5]
-
-
-def test_effective_lengths_of_all_layers(ints, device):
-    """Launch once for all layers, with more rows than a tile has."""
-    num_rows = 300
-    generator = torch.Generator().manual_seed(0)
-    seq_lens = torch.randint(0, 90, (num_rows,), generator=generator).int().to(device)
-    skips = torch.randint(0, 90, (3, num_rows), generator=generator).int().to(device)
-    lens = [torch.empty(3, num_rows, dtype=torch.int32, device=device) for _ in "ab"]
-    triton_ops.effective_lens(lens[0], seq_lens, skips)
-    triton_tables.effective_lens_reference(lens[1], seq_lens, skips)
-    assert torch.equal(lens[0], lens[1])
-    assert (lens[0] == 0).any() and (lens[0] > 0).any()

@@ -13,7 +13,7 @@ from vllm_pyramid.attention.layer_context import LayerContext
 from vllm_pyramid.attention.per_head.context import HeadContext
 from vllm_pyramid.attention.per_head.lane_tables import LaneTables
 from vllm_pyramid.attention.per_head.lanes import HeadLanes
-from vllm_pyramid.attention.shifted_tables import DeviceTables
+from vllm_pyramid.attention.shifted_tables import HeldTables
 from vllm_pyramid.attention.table_layout import TableLayout
 
 
@@ -39,22 +39,18 @@ class HeadTableLayout(TableLayout):
         max_num_tokens: int,
         shapes: Sequence[tuple[int, int]],
         device: torch.device,
-    ) -> DeviceTables:
+        held: HeldTables | None = None,
+    ) -> LaneTables:
         ((width, block_size),) = set(shapes)
         return LaneTables(
             *(layers, self.tables_per_layer, max_num_reqs, max_num_tokens),
-            *(width, block_size, device),
+            *(width, block_size, device, held),
         )
 
-    def device_bytes(
-        self, num_layers: int, max_num_reqs: int, max_num_tokens: int, entries: int
-    ) -> int:
-        """Return the bytes of `LaneTables` beside the tables that vLLM fills."""
+    def device_bytes(self, num_layers: int, max_num_reqs: int, max_num_tokens: int) -> int:
+        """Return the bytes of slots, of the order of queries, and of where they begin."""
         lanes = self.tables_per_layer
-        if lanes == 1:
-            return 0
-        of_tokens = 8 * lanes * max_num_tokens
-        return 4 * (max_num_reqs * (entries + lanes) + 1) + of_tokens * (num_layers + 1)
+        return 4 * (max_num_reqs * lanes + 1) + 8 * lanes * max_num_tokens * (num_layers + 1)
 
     def check(self, name: str, impl: Any) -> None:
         """Raise unless the attention of a layer serves block tables of single KV heads.

@@ -29,7 +29,6 @@ from vllm_pyramid.kernels.triton.move import (
     write_rows_kernel,
 )
 from vllm_pyramid.kernels.triton.select import select_kernel, unrankable_kernel
-from vllm_pyramid.kernels.triton.tables import effective_lens, shift_block_tables_
 from vllm_pyramid.kernels.triton.tiles import Workspace
 from vllm_pyramid.kernels.triton.window_scores_launch import (
     window_scores,
@@ -39,13 +38,11 @@ __all__ = [
     "Workspace",
     "compact",
     "copy_blocks",
-    "effective_lens",
     "of_method",
     "paged_attention",
     "reshape_and_cache",
     "select",
     "shared_attention",
-    "shift_block_tables_",
     "unrankable",
     "window_scores",
     "write_rows",

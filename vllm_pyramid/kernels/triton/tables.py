@@ -2,12 +2,15 @@
 """Block tables and lengths of each layer for vLLM's own attention kernels.
 
 A kernel without `skips` (FlashAttention, vLLM's Triton attention) sees an evicted layer as a
-shorter sequence whose table starts later. `attention/shifted_tables.py` calls both functions once a
-step, for all layers. The results go to tensors that the caller keeps: their addresses do not
-change, so captured CUDA graphs may read them. Nothing is read back to the host. Each function has a
-PyTorch twin, its oracle.
+shorter sequence whose table starts later. `attention/shifted_tables.py` launches one kernel a step,
+for all layers. It writes to tensors that the caller keeps: their addresses do not change, so
+captured CUDA graphs may read them. Nothing is read back to the host. The launcher has a PyTorch
+twin, its oracle.
 
 Numbers that change from step to step are not specialised on, so no step waits for a compiler.
+
+Shape legend: L layers that evict, R rows of a step, G tables of a layer (1, or its KV heads), M
+entries of a request's table, W of a row that attention reads.
 """
 
 from __future__ import annotations
@@ -16,177 +19,202 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_pyramid.kernels.table_records import FIELDS, StepRows, TableGroups
 
-@triton.jit(do_not_specialize=["num_columns"])
-def shift_tables_kernel(
-    tables,
-    skips,
-    num_columns,
-    stride_layer,
-    stride_row,
-    stride_skips_layer,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+
+@triton.jit
+def _copy_entries(
+    source, target, first, count, STEP: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Shift row `pid 0` of layer `pid 1` to the left, in place.
+    """Copy `count` entries, each STEP behind the one before, from entry `first` of a source on.
 
-    No two programs touch the same row, so only the order inside a program matters. The tiles run
-    from left to right and entries only move to the left, so what a tile stores lies before all that
-    a later tile loads. Inside a tile the barrier lets every load finish before the first store.
+    In place, entries only move to the left and tiles run from left to right, so what a tile stores
+    lies before all that a later tile loads. Inside a tile the barrier lets every load finish before
+    the first store. No two programs touch the same row.
     """
-    row = tl.program_id(0).to(tl.int64)
-    layer = tl.program_id(1).to(tl.int64)
-    shift = tl.load(skips + layer * stride_skips_layer + row) // BLOCK_SIZE
-    if shift == 0:
-        return
-    entries = tables + layer * stride_layer + row * stride_row
-    for start in range(0, num_columns, BLOCK):
+    for start in range(0, count, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        moved = tl.load(entries + columns + shift, mask=columns + shift < num_columns, other=0)
-        tl.debug_barrier()
-        tl.store(entries + columns, moved, mask=columns < num_columns)
+        mask = columns < count
+        moved = tl.load(source + (first + columns) * STEP, mask=mask, other=0)
+        if IN_PLACE:
+            tl.debug_barrier()
+        tl.store(target + columns, moved, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def effective_lens_kernel(
-    dst,
+@triton.jit(do_not_specialize=["num_reqs", "num_evicting", "stride_blocks"])
+def gather_tables_kernel(
+    groups,
+    slots,
+    num_blocks,
     seq_lens,
     skips,
-    num_rows,
-    stride_dst_layer,
-    stride_skips_layer,
-    BLOCK_SIZE: tl.constexpr,
+    row_lens,
+    row_skips,
+    num_reqs,
+    num_evicting,
+    stride_blocks,
+    stride_skips,
+    stride_rows,
+    FIELDS: tl.constexpr,
+    LANES: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the lengths of the rows of tile `pid 0` in layer `pid 1`."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    layer = tl.program_id(1).to(tl.int64)
-    mask = rows < num_rows
-    skip = tl.load(skips + layer * stride_skips_layer + rows, mask=mask, other=0)
-    length = tl.load(seq_lens + rows, mask=mask, other=0) - skip // BLOCK_SIZE * BLOCK_SIZE
-    tl.store(dst + layer * stride_dst_layer + rows, tl.maximum(length, 0), mask=mask)
+    """Write table, length and skip of row `pid 0` (a lane of a request) in group `pid 1`."""
+    lane = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1).to(tl.int64)
+    row = lane // LANES
+    head = lane % LANES
+    numbers = groups + group * FIELDS
+    source = tl.cast(tl.load(numbers), tl.pointer_type(tl.int32))
+    source_stride = tl.load(numbers + 1)
+    target = tl.cast(tl.load(numbers + 2), tl.pointer_type(tl.int32))
+    target_stride = tl.load(numbers + 3)
+    is_request = row < num_reqs
+    slot = row
+    if BY_SLOT:
+        slot = tl.load(slots + row, mask=is_request, other=0)
+    source += slot * source_stride
+    if group < num_evicting:
+        block_size = tl.load(numbers + 4).to(tl.int32)
+        length = tl.load(seq_lens + row)
+        skip = tl.load(
+            skips + slot * stride_skips + group * LANES + head, mask=is_request, other=0
+        ).to(tl.int32)
+        tl.store(row_lens + group * stride_rows + lane, tl.maximum(length - skip, 0))
+        tl.store(row_skips + group * stride_rows + lane, skip)
+        first = skip // block_size
+        held = tl.minimum((length + block_size - 1) // block_size, source_stride // LANES) - first
+        if BY_SLOT:
+            held = tl.where(is_request, held, 0)
+        if IN_PLACE:
+            held = tl.where(first > 0, held, 0)
+        _copy_entries(
+            source + head, target + lane * target_stride, first, held, LANES, IN_PLACE, BLOCK
+        )
+    elif head == 0:
+        # As vLLM's own kernel: all blocks that a request holds, and null blocks in padding.
+        target += row * target_stride
+        if is_request:
+            place = tl.load(numbers + 5)
+            held = tl.load(num_blocks + place * stride_blocks + slot)
+            _copy_entries(source, target, 0, held, 1, False, BLOCK)
+        else:
+            for start in range(0, target_stride, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                nothing = tl.zeros((BLOCK,), tl.int32)
+                tl.store(target + columns, nothing, mask=columns < target_stride)
 
 
-def shift_block_tables_(
-    tables: torch.Tensor, skips: torch.Tensor, block_size: int, num_columns: int
+def gather_tables(
+    groups: TableGroups,
+    rows: StepRows,
+    skips: torch.Tensor,
+    row_lens: torch.Tensor,
+    row_skips: torch.Tensor,
 ) -> None:
-    """Shift the skipped blocks out of every row, in place and in one launch.
+    """Write the tables of a step without the blocks that rows skipped, their lengths and skips.
 
-    The first `num_columns` entries of a row move `skips[l, r] // block_size` entries to the left,
-    and zeros (the null block) follow them. Rows that skip no whole block are not touched, nor are
-    the entries behind `num_columns`. With zero layers or requests nothing is launched.
+        target[l][r * G + g, c] = source[l][slot(r), (c + skip // block_size) * G + g]
+        row_lens[l, r * G + g] = max(0, seq_lens[r] - skip)     skip = skips[slot(r), l * G + g]
+
+    Of a row only the entries are written that it keeps: those of its `seq_lens[r]` tokens behind
+    the skip. In place, rows that skip no whole block are not touched. Padding skips nothing; from
+    sources `by_slot` it is given no blocks. Groups that evict nothing get all blocks of their
+    requests, and zeros in the whole of their padding. With zero rows or groups nothing is launched.
 
     Args:
-        tables: `[L, >= R, M]` int32, written.
-        skips: `[L, R]` int32, tokens.
-        block_size: tokens of a block.
-        num_columns: number of entries that the longest row uses, at most M. The host knows it, so
-            that short batches do not move the width of the longest possible request.
+        skips: `[requests, L * G]` int64, tokens.
+        row_lens, row_skips: `[L, >= R * G]` int32, written; with the same strides.
 
     Raises:
         ValueError: the shapes do not fit together.
     """
-    _check_rows("tables", tables, skips, dims=skips.dim() + 1)
-    if skips.dim() != 2 or tables.shape[0] != skips.shape[0]:
-        raise ValueError(
-            f"tables {tuple(tables.shape)} and skips {tuple(skips.shape)} do not fit: both need "
-            "the same number of layers in front"
-        )
-    if not 0 <= num_columns <= tables.shape[2]:
-        raise ValueError(
-            f"num_columns is {num_columns}, the tables have {tables.shape[2]}: it must be between "
-            "0 and that"
-        )
-    num_layers, num_rows = skips.shape
-    if num_rows == 0 or num_layers == 0:
+    count = len(groups.sources) if rows.num_blocks is not None else groups.num_evicting
+    num_rows = len(rows.seq_lens) * groups.per_layer
+    _check(groups, rows, skips, row_lens, row_skips, num_rows)
+    if count == 0 or num_rows == 0:
         return
-    shift_tables_kernel[(num_rows, num_layers)](
-        tables,
+    num_blocks = rows.num_blocks
+    gather_tables_kernel[(num_rows, count)](
+        groups.numbers,
+        groups.numbers if rows.slots is None else rows.slots,
+        rows.seq_lens if num_blocks is None else num_blocks,
+        rows.seq_lens,
         skips,
-        num_columns,
-        tables.stride(0),
-        tables.stride(1),
+        row_lens,
+        row_skips,
+        rows.num_reqs,
+        groups.num_evicting,
+        0 if num_blocks is None else num_blocks.stride(0),
         skips.stride(0),
-        BLOCK_SIZE=block_size,
-        BLOCK=min(1024, max(16, triton.next_power_of_2(tables.shape[2]))),
+        row_lens.stride(0),
+        FIELDS=FIELDS,
+        LANES=groups.per_layer,
+        BY_SLOT=groups.by_slot,
+        IN_PLACE=groups.in_place,
+        BLOCK=min(1024, max(16, triton.next_power_of_2(groups.targets[0].shape[1]))),
         num_warps=4,
     )
 
 
-def effective_lens(
-    dst: torch.Tensor, seq_lens: torch.Tensor, skips: torch.Tensor, block_size: int = 1
+def gather_tables_reference(
+    groups: TableGroups,
+    rows: StepRows,
+    skips: torch.Tensor,
+    row_lens: torch.Tensor,
+    row_skips: torch.Tensor,
 ) -> None:
-    """Write `dst[r] = max(0, seq_lens[r] - skip)`, with the skip rounded down to a block.
-
-    With the `block_size` of `shift_block_tables_` the lengths fit its tables; if a skip is not a
-    multiple of it, they include the skipped tokens at the front of the first block. With 1 they
-    count the visible tokens. Requests of padding, with length 0, stay 0 whatever their skip.
-
-    Args:
-        dst: `[>= R]` or `[L, >= R]` int32; entries `0 .. R - 1` are written.
-        seq_lens: `[>= R]` int32.
-        skips: `[R]` or `[L, R]` int32.
-        block_size: tokens to round skips down to.
-
-    Raises:
-        ValueError: the shapes do not fit together.
-    """
-    _check_rows("dst", dst, skips, dims=skips.dim())
-    if skips.dim() == 1:
-        dst, skips = dst[None], skips[None]
-    num_layers, num_rows = skips.shape
-    if num_rows == 0 or num_layers == 0:
+    """Write as `gather_tables`, in PyTorch."""
+    lanes = groups.per_layer
+    slots = list(range(len(rows.seq_lens))) if rows.slots is None else rows.slots.tolist()
+    for layer in range(groups.num_evicting):
+        source, target = groups.sources[layer], groups.targets[layer]
+        size = groups.block_sizes[layer]
+        for lane in range(len(rows.seq_lens) * lanes):
+            row, head = divmod(lane, lanes)
+            is_request, length = row < rows.num_reqs, int(rows.seq_lens[row])
+            slot = slots[row] if is_request else row
+            skip = int(skips[slot, layer * lanes + head]) if is_request else 0
+            row_lens[layer, lane], row_skips[layer, lane] = max(0, length - skip), skip
+            if is_request or not groups.by_slot:
+                held = source[slot, head::lanes][skip // size : -(-length // size)].clone()
+                target[lane, : len(held)] = held
+    if rows.num_blocks is None:
         return
-    if dst.shape[0] != num_layers or seq_lens.dim() != 1 or seq_lens.shape[0] < num_rows:
-        raise ValueError(
-            f"dst {tuple(dst.shape)} and seq_lens {tuple(seq_lens.shape)} do not fit skips "
-            f"{tuple(skips.shape)}: dst needs its layers, both at least its rows"
-        )
-    block = 256
-    effective_lens_kernel[(triton.cdiv(num_rows, block), num_layers)](
-        dst,
-        seq_lens,
-        skips,
-        num_rows,
-        dst.stride(0),
-        skips.stride(0),
-        BLOCK_SIZE=block_size,
-        BLOCK=block,
-        num_warps=4,
-    )
+    for index in range(groups.num_evicting, len(groups.sources)):
+        for row in range(len(rows.seq_lens)):
+            if row < rows.num_reqs:
+                count = int(rows.num_blocks[groups.places[index], slots[row]])
+                groups.targets[index][row, :count] = groups.sources[index][slots[row], :count]
+            else:
+                groups.targets[index][row] = 0
 
 
-def shift_block_tables_reference_(
-    tables: torch.Tensor, skips: torch.Tensor, block_size: int, num_columns: int
+def _check(
+    groups: TableGroups,
+    rows: StepRows,
+    skips: torch.Tensor,
+    row_lens: torch.Tensor,
+    row_skips: torch.Tensor,
+    num_rows: int,
 ) -> None:
-    """Shift as `shift_block_tables_`, in PyTorch."""
-    for layer, row in (skips // block_size).nonzero().tolist():
-        shift = int(skips[layer, row]) // block_size
-        entries = tables[layer, row, :num_columns]
-        moved = entries[shift:].clone()
-        entries.zero_()
-        entries[: moved.shape[0]] = moved
-
-
-def effective_lens_reference(
-    dst: torch.Tensor, seq_lens: torch.Tensor, skips: torch.Tensor, block_size: int = 1
-) -> None:
-    """Write as `effective_lens`, in PyTorch."""
-    num_rows = skips.shape[-1]
-    aligned = skips // block_size * block_size
-    dst[..., :num_rows] = (seq_lens[:num_rows] - aligned).clamp_min(0)
-
-
-def _check_rows(name: str, tensor: torch.Tensor, skips: torch.Tensor, dims: int) -> None:
-    row_dim = skips.dim() - 1
-    if skips.dim() not in (1, 2) or tensor.dim() != dims:
+    needed = groups.num_evicting * groups.per_layer
+    if skips.shape[1] != needed or skips.stride(1) != 1:
         raise ValueError(
-            f"{name} {tuple(tensor.shape)} and skips {tuple(skips.shape)} do not fit: skips is [R] "
-            f"or [layers, R], {name} then has {dims} dimensions"
+            f"skips {tuple(skips.shape)} are not those of {needed} tables side by side"
         )
-    if tensor.shape[row_dim] < skips.shape[-1]:
+    if row_lens.stride() != row_skips.stride() or row_lens.stride(1) != 1:
         raise ValueError(
-            f"{name} {tuple(tensor.shape)} has fewer than the {skips.shape[-1]} rows of skips"
+            f"lengths and skips are written together and have the strides {row_lens.stride()} and "
+            f"{row_skips.stride()}: they must be alike, and end with 1"
         )
-    if tensor.stride(-1) != 1 or skips.stride(-1) != 1:
-        raise ValueError(f"the last dimension of {name} and skips must have stride 1")
+    if row_lens.shape[1] < num_rows or any(
+        len(target) < num_rows for target in groups.targets[: groups.num_evicting]
+    ):
+        raise ValueError(f"tables or lengths have fewer than the step's {num_rows} rows")
+    if not 0 <= rows.num_reqs <= len(rows.seq_lens):
+        raise ValueError(f"{rows.num_reqs} of {len(rows.seq_lens)} rows cannot be requests")
+    if groups.by_slot and rows.num_reqs and rows.slots is None:
+        raise ValueError(f"the slots of {rows.num_reqs} requests are missing")

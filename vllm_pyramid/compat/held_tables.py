@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block tables of all requests in host memory that the device reads, under vLLM's second runner.
+
+Target: `gpu.buffer_utils.StagedWriteTensor`, `BlockTables.block_tables`,
+`.init_block_table_layout_tensors`. Why: with a group for each of 32 layers these tables take 1 GiB
+of the device, as much as those of a step, and a step reads of each row only what its layer keeps.
+Remove when `BlockTables` can hold them on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.utils.platform_utils import is_uva_available
+
+
+def has_host_tables() -> bool:
+    """Return whether the device reads memory of the host at its addresses."""
+    return is_uva_available()
+
+
+def hold_on_host(block_tables: Any, groups: Sequence[int]) -> None:
+    """Move the tables of all requests, which are still empty, to the host, where that is possible.
+
+    Staged writes and slots go by the same addresses as before: kernels write and read them there.
+
+    Args:
+        block_tables: vLLM's, just made. groups: the KV cache groups whose tables move.
+    """
+    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+
+    if not has_host_tables():
+        return
+    for group in groups:
+        shape = block_tables.block_tables[group].gpu.shape
+        block_tables.block_tables[group] = None  # freed before the next one takes its place
+        block_tables.block_tables[group] = StagedWriteTensor(
+            tuple(shape), torch.int32, block_tables.device, uva_instead_of_gpu=True
+        )
+    block_tables.init_block_table_layout_tensors()
+    if block_tables.device.type == "cuda":
+        torch.cuda.empty_cache()  # no part of a small cached block can serve a large tensor
