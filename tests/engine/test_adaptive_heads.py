@@ -119,31 +119,3 @@ def test_lengths_tokens_and_blocks_beside_requests_that_keep_everything(
             assert float(expected_rows[row].max() - expected_rows[row, token]) < NEAR_TIE, n
     assert unequal, "heads of a layer have lengths of their own"
     assert not freed.any(), "each head's blocks went back"
-
-
-def test_heads_keep_one_of_their_lengths_whatever_the_batch(
-    engines: EnginePool, random_model: Path
-) -> None:
-    """`fastgen`: the least that recovers enough; what is not kept goes back."""
-    args = {"window": WINDOW, "sinks": SINKS, "scorer.queries": WINDOW}
-    args |= {"shares": [0.0, 0.25, 1.0], "recovery": 0.016}
-    engine = engines.get(random_model, kv_policy_args=args, **{**SETTINGS, "kv_policy": "fastgen"})
-    params = greedy(MAX_TOKENS, logprobs=3)
-    prompts = random_prompts(LENGTHS[1:], seed=8, vocab_size=2048)
-    alone = [engine.run([Job(prompt, params)])[0] for prompt in prompts]
-    jobs = [Job(prompt, params, arrival=index) for index, prompt in enumerate(prompts)]
-    together = engine.run(jobs, lambda engine: check_pool(engine.coordinator))
-    engine.check_whole()
-    found = set()
-    for run, same in zip(together, alone, strict=True):
-        assert run.token_ids == same.token_ids and run.report == same.report
-        report, n = run.report, len(run.job.prompt)
-        capacity = n - SINKS - WINDOW
-        lengths = [SINKS + WINDOW + count for count in (0, -(-capacity // 4), capacity)]
-        solved, held = (np.array(report[key]) for key in ("solved_tokens", "kept_tokens"))
-        assert set(solved.tolist()) <= set(lengths)
-        found |= {lengths.index(count) for count in solved.tolist()}
-        assert report["kv_budget"] == -(-int(solved.sum()) // solved.size)
-        assert (held == n - (n - solved) // LANE_BLOCK * LANE_BLOCK).all()
-        assert report["evicted_tokens"] == (n - held).sum() > 0
-    assert 0 in found and len(found) > 1, "heads need different shares, some sinks and window alone"

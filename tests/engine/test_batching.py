@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +53,6 @@ def test_stop_strings(engine: Engine) -> None:
     engine.check_whole()
 
 
-def test_several_completions_of_a_prompt(engine: Engine) -> None:
-    """n > 1: every completion prefills and evicts; seeded, they are the same each time."""
-    from vllm.sampling_params import RequestOutputKind
-
-    params = _sampling(n=3, temperature=1.0, seed=4, output_kind=RequestOutputKind.FINAL_ONLY)
-    before = engine.coordinator.counters.num_evictions
-    first, second = (
-        [completion.token_ids for completion in run.output.outputs]
-        for _ in range(2)
-        for run in engine.generate(_prompts(300), params)
-    )
-    assert engine.coordinator.counters.num_evictions == before + 6
-    assert first == second
-    assert len({tuple(tokens) for tokens in first}) == 3
-    engine.check_whole()
-
-
 def test_seeds(engine: Engine) -> None:
     """The same text again, also where prompts are cut into chunks, whose samples are discarded."""
     prompts = _prompts(300, 170, 40, 900)
@@ -92,15 +72,6 @@ def test_seeds(engine: Engine) -> None:
     assert same >= 2
 
 
-def test_logprobs(engine: Engine) -> None:
-    for run in engine.generate(_prompts(300, 20), greedy(10, logprobs=5)):
-        assert len(run.logprobs) == 10
-        for token, position in zip(run.token_ids, run.logprobs, strict=True):
-            assert len(position) == 5 and token in position
-            assert position[token] == max(position.values())
-            assert 0 < sum(math.exp(value) for value in position.values()) <= 1 + 1e-5
-
-
 def test_prompt_logprobs(engine: Engine) -> None:
     """The prompt is attended to in full, so its log probabilities are those of `full`."""
     runs = [
@@ -113,33 +84,6 @@ def test_prompt_logprobs(engine: Engine) -> None:
     assert len(runs[0].output.prompt_logprobs) == 300
     for ours, full in zip(*(run.output.prompt_logprobs[1:] for run in runs), strict=True):
         assert {t: p.logprob for t, p in ours.items()} == {t: p.logprob for t, p in full.items()}
-
-
-def test_structured_output(engine: Engine) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    schema = {
-        "type": "object",
-        "properties": {"answer": {"enum": ["yes", "no"]}, "sure": {"type": "boolean"}},
-        "required": ["answer", "sure"],
-        "additionalProperties": False,
-    }
-    date = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
-    prompts = _prompts(300, 200, 100)
-    constrained = [
-        _sampling(ignore_eos=False, temperature=0.0, max_tokens=64, structured_outputs=outputs)
-        for outputs in (StructuredOutputsParams(json=schema), StructuredOutputsParams(regex=date))
-    ]
-    of_schema, of_date, free = engine.run(
-        Job(prompt, params)
-        for prompt, params in zip(prompts, [*constrained, greedy(20)], strict=True)
-    )
-    answer = json.loads(of_schema.output.outputs[0].text)
-    assert answer["answer"] in ("yes", "no") and isinstance(answer["sure"], bool)
-    assert re.fullmatch(date, of_date.output.outputs[0].text)
-    assert len(free.token_ids) == 20
-    assert all(run.report["evicted_tokens"] > 0 for run in (of_schema, of_date, free))
-    engine.check_whole()
 
 
 def test_extreme_lengths(engine: Engine) -> None:
@@ -156,24 +100,6 @@ def test_extreme_lengths(engine: Engine) -> None:
         assert run.output.outputs[0].finish_reason == "length"
         assert len(run.report["kept_tokens"]) == 8
         assert (run.report["evicted_tokens"] > 0) == (n >= 255)
-    engine.check_whole()
-
-
-def test_a_wrong_request_is_refused_and_the_rest_go_on(engine: Engine) -> None:
-    from vllm.exceptions import VLLMValidationError
-
-    prompts = _prompts(300, 200)
-    for extra, said in (
-        ({"kv_budget": 3}, "too small"),
-        ({"kv_budget": "120%"}, "at most 100%"),
-        ({"kv_policy": "snapkv"}, "not served here"),
-        ({"kv_polcy": "full"}, "kv_policy"),
-    ):
-        with pytest.raises(VLLMValidationError, match=said):
-            engine.client.add_request(
-                "wrong", {"prompt_token_ids": prompts[0]}, _sampling(extra_args=extra)
-            )
-    assert len(engine.generate(prompts[1:], greedy(5))[0].token_ids) == 5
     engine.check_whole()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evictions inside the prompt: what is kept, what is held, and that the pool may be small."""
+"""Evictions inside the prompt: what is kept, what scorers see, what is shared."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.bench import small_pool
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
-from vllm_pyramid.policy.planning import peak_blocks_up_to
+from tests.engine.support import EnginePool, Job, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -21,12 +19,11 @@ BLOCK = 16
 MAX_TOKENS = 12
 
 
-def _settings(policy: str = "snapkv", **changes: Any) -> dict[str, Any]:
-    args = {"chunk.tokens": 64, "chunk.keep": 48, "chunk.scorer": None}
+def _settings(**changes: Any) -> dict[str, Any]:
     return {
-        "kv_policy": policy,
+        "kv_policy": "snapkv",
         "kv_budget": 40,
-        "kv_policy_args": {**args, **({"schedule": "prompt_end"} if policy == "h2o" else {})},
+        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 48, "chunk.scorer": None},
         "dtype": "float32",
         "max_model_len": 1024,
         "max_num_seqs": 8,
@@ -66,46 +63,6 @@ def test_points_behind_the_prompt_change_nothing(
             kept.append((outcome.token_ids, outcome.report, arrays))
         found.append(kept)
     assert repr(found[0]) == repr(found[1])
-
-
-# One that takes ten times the pool, a short one, one whose peak is the pool.
-LONG = [5000, 100, 700]
-
-
-@pytest.mark.parametrize(("name", "asynchronous"), [("snapkv", True), ("h2o", False)])
-def test_a_prompt_of_ten_pools(
-    engines: EnginePool, tiny_model: Callable[[str], Path], name: str, asynchronous: bool
-) -> None:
-    """The pool is exactly what one prompt holds at most; the answers are those of a large one."""
-    layers = 4
-    settings = _settings(
-        name,
-        max_model_len=6000,
-        hf_overrides={"max_position_embeddings": 6000},
-        max_num_batched_tokens=100,
-        async_scheduling=asynchronous,
-    )
-    engine = engines.get(
-        tiny_model("mistral"), **settings, num_gpu_blocks_override=layers * 6000 // BLOCK + 1
-    )
-    peak = int(peak_blocks_up_to(engine.scheduler.pyramid.policy, 6000, layers, BLOCK).sum())
-    assert peak * BLOCK <= layers * (64 + 48 + 3 * BLOCK)
-    most = 0
-
-    def look(engine: Engine) -> None:
-        nonlocal most
-        for request in engine.scheduler.running:
-            most = max(most, sum(engine.coordinator.blocks_held(request.request_id)))
-
-    expected = engine.run(_jobs(LONG))
-    with small_pool(engine, peak):
-        found = engine.run(_jobs(LONG), look, max_steps=2000)
-        engine.check_whole()
-    assert [(one.token_ids, one.report) for one in found] == [
-        (one.token_ids, one.report) for one in expected
-    ]
-    assert peak - 2 * layers <= most <= peak
-    assert [one.report["inner_evictions"] > 3 for one in found] == [True, False, True]
 
 
 def test_a_scorer_inside_gets_the_rotary_embedding(

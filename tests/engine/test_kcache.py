@@ -351,6 +351,3 @@ def test_v_of_few_keys_costs_no_perplexity(engines: EnginePool) -> None:
     full, ours = perplexity
     print(f"perplexity: full {full:.2f}, kcache {ours:.2f}")
     assert ours == pytest.approx(full, rel=0.02) and ours != full
-
-
-# Preemption and aborts ----------------------------------------------------------------------------

@@ -77,11 +77,6 @@ def test_prefix_caching_of_hybrid_models(tmp_path: Path) -> None:
         _config(states, enable_prefix_caching=True)
 
 
-def test_prefix_caching_can_be_switched_off(random_model: Path) -> None:
-    config = _config(random_model, enable_prefix_caching=False)
-    assert config.cache_config.enable_prefix_caching is False
-
-
 def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
     for policy in ({}, {"kv_policy": "none"}):
         config = _config(random_model, policy, enable_prefix_caching=True)
@@ -246,22 +241,6 @@ def test_pipeline_stages_share_prefixes_as_one_stage_does(
 
 def test_chunks_of_a_policy_without_scores_may_be_small(random_model: Path) -> None:
     _config(random_model, {"kv_policy": "streaming-llm"}, max_num_batched_tokens=8, max_num_seqs=4)
-
-
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        ({"kv_policy": "pyramid"}, "unknown policy 'pyramid'.*pyramidkv.*valid policies"),
-        ({"kv_policy": "pyramidkv", "kv_budget": 0}, "budget 0"),
-        ({"kv_policy": "pyramidkv", "kv_budget": "120%"}, "120%"),
-        ({"kv_policy": "pyramidkv", "kv_budget": 8}, "at least 9"),
-        ({"kv_policy": "pyramidkv", "kv_budgets": 64}, "kv_budget"),
-        ({"kv_budget": 64}, "without a kv_policy"),
-    ],
-)
-def test_wrong_settings(random_model: Path, policy: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        _config(random_model, policy)
 
 
 def test_models_in_which_every_layer_slides(tiny_model: Callable[[str], Path]) -> None:

@@ -158,37 +158,6 @@ def demo_reference(random_model: Path) -> EvictedModel:
     return EvictedModel(str(random_model))
 
 
-@pytest.mark.parametrize(
-    ("policy", "fill_blocks"),
-    [
-        ("pyramidkv", True),
-        ("pyramidkv", False),
-        ("snapkv", True),
-        ("streaming-llm", False),
-    ],
-)
-def test_kept_tokens_and_decoding(
-    engines: EnginePool,
-    random_model: Path,
-    demo_reference: EvictedModel,
-    tmp_path: Path,
-    policy: str,
-    fill_blocks: bool,
-) -> None:
-    """Two query heads a KV head, chunks of 100 tokens, physical blocks in random order."""
-    engine = engines.get(
-        random_model,
-        kv_policy=policy,
-        kv_budget=40,
-        kv_policy_args={"fill_blocks": fill_blocks},
-        kv_trace=str(tmp_path),
-        dtype="float32",
-        max_num_batched_tokens=100,
-        max_model_len=1024,
-    )
-    check(engine, tmp_path, demo_reference, policy, 2048, fill_blocks=fill_blocks)
-
-
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen2", "mistral"])
 def test_other_models(
     engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, name: str

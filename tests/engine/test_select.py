@@ -31,8 +31,6 @@ from tests.engine.support import (
 )
 from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.methods.pages.reads import PageReads
-from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
-from vllm_pyramid.methods.pages.worker import PageSelector
 from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.engine
@@ -81,11 +79,6 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model(MODEL)
 
 
-@pytest.fixture(scope="module")
-def full_runs(engines: EnginePool, model: Path) -> list[Outcome]:
-    return engines.get(model, kv_policy="full", **SETTINGS).run(_jobs())
-
-
 def _planned(outcome: Outcome, budget: int = BUDGET, skips: int = 0) -> dict[str, int]:
     """What a response must say, by arithmetic: the last token is sampled and not computed."""
     read = visible = 0
@@ -101,38 +94,6 @@ def _assert_read(outcomes: list[Outcome], **how: int) -> None:
     for outcome in outcomes:
         planned = _planned(outcome, **how)
         assert {key: outcome.report[key] for key in planned} == planned, len(outcome.job.prompt)
-
-
-def test_with_a_budget_larger_than_the_context_it_is_full(
-    engines: EnginePool, model: Path, full_runs: list[Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the budget and by opting out; and by lists of all pages, which kernels then follow."""
-    engine = _fresh(engines.get(model, **SELECT))
-    for extra in ({"kv_attend_budget": 4096}, {"kv_attend_budget": "100%"}, {"kv_policy": "full"}):
-        outcomes = engine.run(_jobs(**extra))
-        _assert_equal(outcomes, full_runs)
-        _assert_read(outcomes, budget=4096)
-        _fresh(engine)
-    made = StepReadsPlan.__init__
-
-    def choose_all(self: Any, *args: Any) -> None:
-        made(self, *args)
-        self.chooses[:] = True  # though there is nothing to leave out
-
-    lists: list[torch.Size] = []
-    select = PageSelector._select
-
-    def note(self: Any, *args: Any) -> Any:
-        chosen = select(self, *args)
-        lists.append(chosen.block_table.shape)
-        return chosen
-
-    monkeypatch.setattr(StepReadsPlan, "__init__", choose_all)
-    monkeypatch.setattr(PageSelector, "_select", note)
-    outcomes = engine.run(_jobs(kv_attend_budget=4096))
-    _assert_equal(outcomes, full_runs)
-    assert len(lists) > TOKENS and all(len(shape) == 3 for shape in lists)
-    engine.check_whole()
 
 
 # The oracle ---------------------------------------------------------------------------------------

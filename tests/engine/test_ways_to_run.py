@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,22 +88,6 @@ def compiler_cache(engines: EnginePool, tmp_path: Path) -> Iterator[None]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
         yield
         engines.close()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiler_cache")
-def test_compiled(engines: EnginePool, random_model: Path, eager_tokens: list[list[int]]) -> None:
-    """torch.compile: the same tokens, and the evictions happen."""
-    begin = time.perf_counter()
-    engine = engines.get(
-        random_model, kv_policy="pyramidkv", kv_budget=48, enforce_eager=False, **SETTINGS
-    )
-    print(f"compiled engine started in {time.perf_counter() - begin:.1f} s")
-    assert engine.core.vllm_config.compilation_config.mode.name != "NONE"
-    runs = engine.generate(_prompts(), greedy(16))
-    assert [run.token_ids for run in runs] == eager_tokens
-    assert [run.report["evicted_tokens"] > 0 for run in runs] == [True, False, True]
-    engine.check_whole()
 
 
 THINNED: dict[str, Any] = {

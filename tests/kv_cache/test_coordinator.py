@@ -18,7 +18,7 @@ from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.new_blocks import NoBlocks
 from vllm_pyramid.kv_cache.request_record import RequestTerms
-from vllm_pyramid.plan import DeferredPlan, Eviction, EvictionPoint, RetentionPlan
+from vllm_pyramid.plan import Eviction, EvictionPoint, RetentionPlan
 from vllm_pyramid.policy import load_policy
 
 pytestmark = pytest.mark.cpu
@@ -107,58 +107,6 @@ def test_a_layer_holds_what_its_plan_says(
     )
 
 
-def test_an_unaligned_skip_frees_whole_blocks_only() -> None:
-    coordinator = make_coordinator()
-    plan = make_plan(40, [0, 7, 8, 15, 31])
-    coordinator.plans.add("r", RequestTerms(plan))
-    allocate(coordinator, "r", 40)
-    evict(coordinator, "r", plan)
-    assert coordinator.blocks_held("r") == [5, 5, 4, 4, 2]
-    assert coordinator.counters.blocks_freed.tolist() == [0, 0, 1, 1, 3]
-    assert coordinator.counters.tokens_evicted.tolist() == [0, 7, 8, 15, 31]
-    assert coordinator.counters.num_evictions == 1
-
-
-def test_tables_keep_their_places_and_grow_in_lockstep() -> None:
-    coordinator = make_coordinator()
-    plan = make_plan(20, [16, 8, 0, 0, 8])
-    coordinator.plans.add("r", RequestTerms(plan))
-    assert allocate(coordinator, "r", 5) == NUM_LAYERS
-    assert allocate(coordinator, "r", 8) == 0
-    assert allocate(coordinator, "r", 20) == 2 * NUM_LAYERS
-    before = [[b.block_id for b in blocks] for blocks in coordinator.get_blocks("r")]
-    evict(coordinator, "r", plan)
-    assert allocate(coordinator, "r", 24) == 0
-    assert allocate(coordinator, "r", 25) == NUM_LAYERS, "the freed head is not counted as room"
-    for layer, blocks in enumerate(coordinator.get_blocks("r")):
-        first = int(plan.end.skip[layer]) // BLOCK_SIZE
-        assert len(blocks) == 4
-        assert all(block.is_null for block in blocks[:first])
-        assert [block.block_id for block in blocks[first:3]] == before[layer][first:]
-    assert coordinator.blocks_held("r") == [2, 3, 4, 4, 3]
-
-
-def test_nothing_is_freed_before_the_prompt_is_processed() -> None:
-    coordinator = make_coordinator()
-    plan = make_plan(32, [16] * NUM_LAYERS)
-    coordinator.plans.add("r", RequestTerms(plan))
-    allocate(coordinator, "r", 32)
-    for processed in (0, 31):
-        coordinator.remove_skipped_blocks("r", processed, 32)
-        assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
-    with pytest.raises(RuntimeError, match=r"32 of its tokens .* the worker did not evict"):
-        coordinator.remove_skipped_blocks("r", 32, 32)
-    assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
-    assert not coordinator.plans.has_evicted("r")
-    check_pool(coordinator)
-    evict(coordinator, "r", plan)
-    assert coordinator.plans.has_evicted("r")
-    coordinator.remove_skipped_blocks("r", 33, 32)  # once is enough
-    assert coordinator.blocks_held("r") == [2] * NUM_LAYERS
-    assert coordinator.counters.num_evictions == 1
-    check_pool(coordinator)
-
-
 @pytest.mark.parametrize("reported", [0, 24, 39, 48])
 def test_a_worker_that_evicted_other_tokens_is_refused(reported: int) -> None:
     coordinator = make_coordinator()
@@ -167,61 +115,6 @@ def test_a_worker_that_evicted_other_tokens_is_refused(reported: int) -> None:
     with pytest.raises(RuntimeError, match=f"evicted {reported} tokens, the plan says 40"):
         coordinator.plans.confirm("r", Eviction(reported))
     assert coordinator.plans.confirmed("r") is None
-
-
-def test_preemption_forgets_the_eviction_but_not_the_plan() -> None:
-    coordinator = make_coordinator()
-    plan = make_plan(32, [16, 16, 8, 8, 0])
-    coordinator.plans.add("r", RequestTerms(plan))
-    allocate(coordinator, "r", 40)
-    evict(coordinator, "r", plan)
-    coordinator.free("r")
-    check_pool(coordinator)
-    assert not coordinator.plans.has_evicted("r") and coordinator.plans.confirmed("r") is None
-    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    coordinator.plans.confirm("r", Eviction(4))  # of a step that ran before the preemption
-    assert coordinator.plans.confirmed("r") is None
-    allocate(coordinator, "r", 32)
-    coordinator.remove_skipped_blocks("r", 31, 32)
-    assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
-    with pytest.raises(RuntimeError, match="did not evict"):
-        coordinator.remove_skipped_blocks("r", 32, 32)
-    evict(coordinator, "r", plan)
-    assert coordinator.blocks_held("r") == plan.end.blocks.tolist()
-    assert coordinator.counters.num_evictions == 2
-    assert coordinator.counters.tokens_evicted.tolist() == (2 * plan.end.skip).tolist()
-    assert coordinator.counters.skipped_tokens.tolist() == plan.end.skip.tolist()
-    coordinator.free("r")
-    assert coordinator.plans.of("r") is plan
-    coordinator.plans.forget("r")
-    assert not coordinator.plans.records
-
-
-def test_an_open_plan_is_settled_by_the_report_and_open_again_after_preemption() -> None:
-    coordinator = make_coordinator()
-    plan = DeferredPlan(48, BLOCK_SIZE, NUM_LAYERS, 16, floor=4, exact=True, fill_blocks=True)
-    coordinator.plans.add("r", RequestTerms(plan))
-    lives = [(4, 28, 16, 16, 16), (40, 10, 10, 10, 10)]
-    for keep in lives:
-        allocate(coordinator, "r", 48)
-        with pytest.raises(RuntimeError, match="did not evict"):
-            coordinator.remove_skipped_blocks("r", 48, 48)
-        resolved = plan.resolve(keep)
-        coordinator.plans.confirm("r", Eviction(int(resolved.end.skip.sum()), keep))
-        coordinator.remove_skipped_blocks("r", 48, 48)
-        check_pool(coordinator)
-        assert coordinator.blocks_held("r") == [cdiv(tokens, BLOCK_SIZE) for tokens in keep]
-        assert coordinator.counters.skipped_tokens.tolist() == resolved.end.skip.tolist()
-        coordinator.free("r")
-        check_pool(coordinator)
-        assert (
-            not coordinator.counters.held_blocks.any()
-            and not coordinator.counters.skipped_tokens.any()
-        )
-        assert coordinator.plans.confirmed("r") is None
-    total = sum(plan.resolve(keep).end.skip for keep in lives)
-    assert coordinator.counters.tokens_evicted.tolist() == total.tolist()
-    assert coordinator.counters.num_evictions == 2
 
 
 def test_blocks_popped_for_a_deferred_free() -> None:
@@ -258,20 +151,6 @@ def test_freeing_a_stranger_changes_nothing() -> None:
     coordinator.remove_skipped_blocks("never seen", 100, 100)
     check_pool(coordinator)
     assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
-
-
-def test_requests_do_not_share_blocks_after_one_has_evicted() -> None:
-    coordinator = make_coordinator()
-    plan = make_plan(64, [32] * NUM_LAYERS)
-    coordinator.plans.add("a", RequestTerms(plan))
-    allocate(coordinator, "a", 64)
-    evict(coordinator, "a", plan)
-    allocate(coordinator, "b", NUM_BLOCKS // NUM_LAYERS * BLOCK_SIZE - 32)
-    assert coordinator.block_pool.get_num_free_blocks() == 0
-    assert coordinator.get_num_blocks_to_allocate("a", 65) == NUM_LAYERS
-    coordinator.free("b")
-    check_pool(coordinator)
-    assert coordinator.blocks_held("a") == [4] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("damage", ["double owner", "leak", "counter"])
@@ -435,26 +314,6 @@ def test_a_wrong_report_of_a_later_eviction_stops_the_engine(wrong: Eviction) ->
     evict(coordinator, "r", plan)
     with pytest.raises(RuntimeError, match="scheduler and worker disagree"):
         coordinator.plans.confirm("r", wrong)
-
-
-def test_preemption_begins_with_the_prompt_again() -> None:
-    plan = later_plan(40, 16, interval=8)
-    coordinator = make_coordinator()
-    coordinator.plans.add("r", RequestTerms(plan))
-    for _ in range(2):
-        allocate(coordinator, "r", 40)
-        coordinator.remove_skipped_blocks("r", 39, 40)
-        evict(coordinator, "r", plan)
-        allocate(coordinator, "r", 48)
-        coordinator.plans.confirm("r", report(plan, 2, 1))
-        coordinator.remove_skipped_blocks("r", 48, 40)
-        assert coordinator.counters.skipped_tokens.tolist() == plan.skip_after(2).tolist()
-        coordinator.free("r")
-        assert (
-            not coordinator.counters.skipped_tokens.any()
-            and not coordinator.counters.held_blocks.any()
-        )
-    assert coordinator.counters.num_evictions == 4
 
 
 @settings(deadline=None)

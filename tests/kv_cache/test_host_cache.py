@@ -71,26 +71,6 @@ def test_what_a_step_loads_is_not_overwritten_by_it() -> None:
         host.load(named("c"), blocks(0, 2))
 
 
-def test_parts_of_two_bundles_of_one_name_are_not_mixed() -> None:
-    """A base of seven blocks takes three slots; if one of them goes, it is gone."""
-    host = HostCache(num_slots=4, slot_blocks=3)
-    host.store(bundle("base", 0, 7))
-    assert host.used_slots == 3
-    copies = host.take_message()
-    assert copies is not None and [len(copy.blocks) for copy in copies.stored] == [3, 3, 1]
-    host.store(bundle("a", 20))
-    host.store(bundle("b", 30))  # takes a slot of the base
-    assert named("base") not in host and host.used_slots == 4
-    host.take_message()
-    host.store(bundle("base", 40, 7))
-    copies = host.take_message()
-    assert copies is not None
-    assert [copy.blocks for copy in copies.stored] == [[40, 41, 42], [43, 44, 45], [46]]
-    assert named("base") in host and host.used_slots == 4
-    host.store(bundle("large", 0, 13))
-    assert host.counters.dropped == 1, "more than all slots"
-
-
 def pushed_out(pair: Pair, tokens: int = 88) -> None:
     """Let other prompts take all blocks of the pool."""
     for index in range(3):
@@ -154,23 +134,6 @@ def test_a_reset_empties_both_tiers() -> None:
     assert not host.used_slots and TIER not in read_messages(pair.scheduler.schedule())
     pair.add("again", prompt(40))
     assert pair.step() == {"again": 40}
-    pair.run()
-
-
-def test_salts_do_not_see_each_other() -> None:
-    pair = Pair(num_blocks=3 * 30, host_slots=200)
-    salted = make_request("a", prompt(40), 1, hash_block_size=4, cache_salt="a")
-    pair.worker.salts["a"] = "a"
-    pair.scheduler.add_request(salted)
-    pair.run()
-    pushed_out(pair)
-    pair.add("none", prompt(40))
-    assert pair.step() == {"none": 40}
-    pair.run()
-    pushed_out(pair)
-    pair.scheduler.add_request(make_request("b", prompt(40), 1, hash_block_size=4, cache_salt="a"))
-    pair.worker.salts["b"] = "a"
-    assert pair.step() == {"b": 8}
     pair.run()
 
 

@@ -332,24 +332,6 @@ def test_who_is_aborted_inside_its_prompt_leaves_what_it_had() -> None:
     assert pair.worker.num_adopted == computed // 4 * 4
 
 
-def test_two_that_go_on_from_one_state_have_blocks_of_their_own() -> None:
-    pair = _pair()
-    said = _say(pair, "first", prompt(70), 21, [])
-    before = _states(pair)
-    for index in range(2):
-        pair.add(f"again {index}", [*said, *prompt(40, 500 * index)], 30, kv_turns=[70])
-    pair.step()
-    assert pair.worker.num_resumed == 2
-    tables = [
-        {block.block_id for block in manager.req_to_blocks[f"again {index}"]} - {0}
-        for index in range(2)
-        for manager in pair.scheduler.coordinator.layer_managers
-    ]
-    assert len(set.union(*tables)) == sum(map(len, tables)), "they share a block"
-    assert sorted(_states(pair)) == sorted(before)
-    pair.run()
-
-
 def test_a_turn_behind_the_prompt_ends_with_an_error_and_the_engine_goes_on() -> None:
     """Front ends refuse it; whoever comes by another way must not end the engine."""
     pair = _pair()

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import RequestStatus
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
@@ -87,19 +85,6 @@ def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
     pair.schedule()
     assert pair.coordinator.plans.has_evicted("r")
     assert pair.coordinator.counters.num_evictions == 1
-
-
-def test_the_head_stays_while_a_step_that_reads_it_is_in_flight() -> None:
-    pair = Pair(ASYNC)
-    pair.add("r", 40)
-    pair.schedule()  # the prompt, and its eviction
-    pair.schedule()  # decodes from the tail, before the scheduler knows of the eviction
-    assert pair.coordinator.blocks_held("r") == [11, 11, 11]
-    pair.process()
-    assert pair.coordinator.blocks_held("r") == [11, 11, 11]
-    pair.schedule()
-    plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
-    assert pair.coordinator.blocks_held("r") == (plan.end.blocks + 1).tolist()
 
 
 def test_a_worker_that_did_not_evict_stops_the_engine() -> None:
@@ -214,33 +199,6 @@ def test_a_request_that_ends_with_its_first_token_is_counted() -> None:
     assert pair.coordinator.counters.held_blocks.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_an_abort_at_any_moment_leaves_nothing(steps: int) -> None:
-    pair = Pair(ASYNC)
-    pair.add("r", 80)
-    for _ in range(steps):
-        pair.schedule()
-        if len(pair.in_flight) > 1:
-            pair.process()
-    pair.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
-    while pair.in_flight:
-        pair.process()
-    pair.schedule()
-    pair.process()
-    assert pair.coordinator.block_pool.get_num_free_blocks() == pair.worker.num_blocks
-    assert not pair.coordinator.plans.records and not pair.worker.rows
-
-
-def test_wrong_settings_that_no_front_end_checked_end_the_request_not_the_engine() -> None:
-    pair = Pair(SYNC)
-    pair.add("wrong", 40, extra_args={"kv_budget": -1})
-    pair.add("right", 40)
-    (outputs,) = pair.step().values()
-    reasons = {output.request_id: output.finish_reason for output in outputs.outputs}
-    assert reasons == {"wrong": FinishReason.ERROR}
-    assert "right" in pair.scheduler.requests and "wrong" not in pair.scheduler.requests
-
-
 def test_a_preempted_answer_needs_what_its_request_holds_not_all_its_tokens() -> None:
     """Where prompts may be longer than the pool, it would wait for ever."""
     setup = Setup(
@@ -302,22 +260,6 @@ def test_the_response_says_what_was_solved(setup: Setup, max_tokens: int) -> Non
         "solved_tokens": list(keep),
     }
     assert sum(keep) == 36
-
-
-def test_the_worker_goes_by_its_lengths_before_the_scheduler_knows_them() -> None:
-    pair = Pair(SOLVED_ASYNC)
-    pair.add("r", 40)
-    pair.schedule()  # the prompt, its solution and its eviction
-    keep = _keep_of(pair)
-    pair.schedule()  # decodes from the tail: the harness reads what the skips show
-    assert pair.worker.rows["r"].skip is not None
-    assert pair.coordinator.plans.confirmed("r") is None
-    assert pair.coordinator.blocks_held("r") == [11, 11, 11]
-    pair.process()
-    resolved = pair.coordinator.plans.confirmed("r")
-    assert resolved is not None and tuple(resolved.end.keep.tolist()) == keep
-    pair.schedule()
-    assert pair.coordinator.blocks_held("r") == (resolved.end.blocks + 1).tolist()
 
 
 def test_a_preempted_prompt_is_solved_again() -> None:
@@ -384,22 +326,3 @@ def test_lengths_for_a_request_whose_lengths_are_known_stop_the_engine() -> None
     attach_report(result, StepReport({"r": known._replace(keep=(12, 12, 12))}, {}, {}, 0))
     with pytest.raises(RuntimeError, match="whose lengths are known"):
         pair.scheduler.update_from_output(output, result)
-
-
-def test_requests_of_a_solving_policy_that_keep_everything() -> None:
-    pair = Pair(SOLVED_SYNC)
-    pair.add("full", 40, extra_args={"kv_policy": "full"})
-    pair.add("own", 41, extra_args={"kv_budget": 20})
-    pair.add("short", 5)
-    pair.schedule()
-    pair.schedule()
-    pair.process()
-    reports = [*read_report(pair.in_flight[0][1]).evictions]
-    while pair.in_flight:
-        pair.process()
-    pair.step()
-    assert pair.coordinator.blocks_held("full") == [11, 11, 11]
-    assert reports == ["own"]
-    resolved = pair.coordinator.plans.confirmed("own")
-    assert resolved is not None and resolved.end.keep.sum() == 60
-    assert pair.coordinator.counters.num_evictions == resolved.evicts
