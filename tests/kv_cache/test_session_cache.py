@@ -208,6 +208,26 @@ def test_those_who_go_on_share_what_stays_in_place(where: str) -> None:
         assert not prefixes.of(name).bundles[prefixes.cache]
 
 
+def test_a_base_is_not_given_away_for_the_span_before_it() -> None:
+    """The span comes from the host, into the blocks of what was used least recently."""
+    pair = _pair(num_blocks=3 * 60, host_slots=200)
+    pair.add("first", prompt(70), 5, kv_turns=[], kv_keep=[0, 33])
+    pair.run()
+    pair.pool.touch_prefix([row.hash for row in pair.pool.idle if row.hash and row.origin])
+    free = pair.pool.get_num_free_blocks()
+    pair.pool.free_blocks(pair.pool.get_new_blocks(free - sum(_states(pair))))
+    assert len(pair.pool.bundles) == 1 and _states(pair), "not the base alone"
+    pair.add("other", prompt(96, 5000), 1, kv_policy="full")  # used since
+    pair.run()
+    held = pair.pool.get_new_blocks(pair.pool.get_num_free_blocks() - pair.pool._idle_blocks)
+    pair.add("second", [*prompt(70), *prompt(8, 500)], 2, kv_turns=[70], kv_keep=[0, 33])
+    while pair.scheduler.requests:
+        output = pair.scheduler.schedule()
+        pair.scheduler.update_from_output(output, pair.worker.execute(output))
+    assert pair.worker.num_resumed == 1
+    pair.pool.free_blocks(held)
+
+
 def test_a_turn_without_its_first_span_is_a_miss() -> None:
     pair = _pair(num_blocks=3 * 60)
     pair.add("first", prompt(70), 5, kv_turns=[], kv_keep=[0, 33])

@@ -131,9 +131,9 @@ class SessionStore(CacheStore[SessionSnapshot]):
                 f"request {request_id} has {record.num_blocks} blocks already, where its tables "
                 "begin; report this"
             )
+        if self._stock_groups or hit.front:
+            self._cache.touch(hit)  # what is allocated for these must not come from the session
         if self._stock_groups:
-            # What the stock groups allocate must not come from the session.
-            self._cache.touch(hit)
             suffix = record.terms.suffix
             self._copies.add_stock(*self._stock_groups.enter(request_id, hit.hashes, suffix))
         if hit.front:
