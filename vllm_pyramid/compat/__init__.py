@@ -106,15 +106,19 @@ drafts
     tables of each group, as under V2.
 worker/adapter.py, worker/adapter_v1.py, worker/adapter_v2.py
     Target: overridden in both runners: get_kv_cache_spec, initialize_kv_cache, sample_tokens. V1:
-    the device tensors of input_batch.block_table, its compute_slot_mapping (CPU),
-    intermediate_tensors (CPU, eager, pipeline stages: vLLM does not make them). V2: overridden:
-    add_requests, finish_requests, gather_batch_req_state, prepare_attn, prepare_dummy_attn,
-    capture_model; replaced: model_state.prepare_attn, cudagraph_manager.dispatch and
-    block_tables.input_block_tables (with init_block_table_layout_tensors). Read: input_batch,
+    the device tensors of input_batch.block_table, its compute_slot_mapping (CPU), entries of its
+    rows and of requests[...].block_ids, intermediate_tensors (CPU, eager, pipeline stages: vLLM
+    does not make them). V2: overridden: add_requests, finish_requests, gather_batch_req_state,
+    prepare_attn, prepare_dummy_attn, capture_model; replaced: model_state.prepare_attn,
+    cudagraph_manager.dispatch and block_tables.input_block_tables (with
+    init_block_table_layout_tensors); entries of block_tables.block_tables. Read: input_batch,
     seq_lens (V1), req_states (V2), attn_groups, kv_caches, kv_cache_config,
     AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers.
     Why: the runtime needs the requests of a step, block tables that it may shift, and slots of all
     layers at once. Remove with `runner`.
+fused_copy
+    Target: torch._foreach_copy_.
+    Why: one launch for the tables of all layers. Remove when torch has a public name for it.
 small_gemm
     Target: model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU).
     Why: it chooses operators that only a CPU build has. Remove when vLLM checks whether they exist.
