@@ -106,14 +106,15 @@ drafts
     tables of each group, as under V2.
 worker/adapter.py, worker/adapter_v1.py, worker/adapter_v2.py
     Target: overridden in both runners: get_kv_cache_spec, initialize_kv_cache, sample_tokens. V1:
-    the device tensors of input_batch.block_table, its compute_slot_mapping (CPU),
-    intermediate_tensors (CPU, eager, pipeline stages: vLLM does not make them). V2: overridden:
-    add_requests, finish_requests, gather_batch_req_state, prepare_attn, prepare_dummy_attn,
-    capture_model; replaced: block_tables (a property), model_state.prepare_attn,
-    cudagraph_manager.dispatch and of block_tables .input_block_tables (with
-    init_block_table_layout_tensors) and .gather_block_tables. Read: input_batch, seq_lens (V1),
-    req_states, block_tables.num_blocks (V2), attn_groups, kv_caches, kv_cache_config,
-    AttentionGroup.kernel_block_size, gpu.attn_utils.get_shared_kv_cache_layers.
+    the device tensors of input_batch.block_table, its compute_slot_mapping (CPU), entries of its
+    rows and of requests[...].block_ids, intermediate_tensors (CPU, eager, pipeline stages: vLLM
+    does not make them). V2: overridden: add_requests, finish_requests, gather_batch_req_state,
+    prepare_attn, prepare_dummy_attn, capture_model; replaced: block_tables (a property),
+    model_state.prepare_attn, cudagraph_manager.dispatch and of block_tables .input_block_tables
+    (with init_block_table_layout_tensors) and .gather_block_tables; entries of
+    block_tables.block_tables. Read: input_batch, seq_lens (V1), req_states, block_tables.num_blocks
+    (V2), attn_groups, kv_caches, kv_cache_config, AttentionGroup.kernel_block_size,
+    gpu.attn_utils.get_shared_kv_cache_layers.
     Why: the runtime needs the requests of a step, block tables that it may shift, and slots of all
     layers at once. Remove with `runner`.
 held_tables
@@ -121,6 +122,9 @@ held_tables
     .init_block_table_layout_tensors.
     Why: the tables of all requests, one a layer, are in host memory under V2. Remove when
     BlockTables can hold them there.
+fused_copy
+    Target: torch._foreach_copy_.
+    Why: one launch for the tables of all layers. Remove when torch has a public name for it.
 small_gemm
     Target: model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU).
     Why: it chooses operators that only a CPU build has. Remove when vLLM checks whether they exist.

@@ -12,6 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_pyramid.attention.shifted_tables import HeldTables, Slots
+from vllm_pyramid.compat.fused_copy import copy_each
 from vllm_pyramid.compat.held_tables import has_host_tables, hold_on_host
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.step_tables import StepTables
@@ -68,7 +69,7 @@ class TablesV2:
         tables = self._runner.block_tables.block_tables
         rows = [(tables[group].gpu[row], *places) for group, places in starts.items()]
         fronts = torch.stack([table[old : old + count] for table, old, _ in rows])
-        torch._foreach_copy_([table[new : new + count] for table, _, new in rows], [*fronts])
+        copy_each([table[new : new + count] for table, _, new in rows], fronts.unbind())
 
 
 class GatheredLater:
