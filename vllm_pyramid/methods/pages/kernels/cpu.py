@@ -37,6 +37,9 @@ from vllm_pyramid.methods.pages.kernels.records import (
     PageSelection,
 )
 
+# Only attention of devices chooses so; on the CPU that is a rehearsal, which needs no library.
+from vllm_pyramid.methods.pages.kernels.reference import choose_pages as choose_pages
+
 _pack_summaries = packer(PyrSummaries)
 _pack_scores = packer(PyrPageScores)
 _pack_select = packer(PyrPageSelect)
