@@ -18,6 +18,7 @@ MATRIX = (
     "check_recent.py",
     "check_scaled_rows.py",
     "check_scores.py",
+    "check_tables.py",
     "check_topn.py",
     "check_vllm_rows.py",
 )
