@@ -4,8 +4,9 @@
     python scripts/bench_folder.py --files 100000 --hit-mib 512
 
 Prints the seconds until the folder is open, those until all files are counted, the bytes of memory
-that each file takes afterwards, and the microseconds of a lookup; then the longest pause of a step
-and the seconds in all while a hit of bundles of 1 MiB is read, as it is and in one step.
+that each file takes afterwards, and the microseconds of a lookup; then the longest pause of a step,
+the seconds in all and the most memory while a hit of bundles of 1 MiB is read, as it is and in one
+step.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def read_hit(folder: str, count: int) -> None:
     for most in (host_cache.MOST_READ, 1 << 60):
         host_cache.MOST_READ = most
         host, pauses = HostCache(count, _LAYERS, files), []
+        tracemalloc.start()
         waits = True
         while waits:
             begin_step = time.perf_counter()
@@ -64,9 +66,11 @@ def read_hit(folder: str, count: int) -> None:
             waits = host.must_wait()
             host.take_message()
             pauses.append(time.perf_counter() - begin_step)
+        peak = tracemalloc.get_traced_memory()[1] / 2**20
+        tracemalloc.stop()
         print(
             f"{found} bundles of 1 MiB in {len(pauses)} steps: {max(pauses):.2f} s at most in one, "
-            f"{sum(pauses):.2f} s in all"
+            f"{sum(pauses):.2f} s in all, {peak:.0f} MiB of memory at most"
         )
 
 
@@ -97,6 +101,7 @@ def main() -> None:
         while files.num_files < count:
             files.take()
         held = tracemalloc.get_traced_memory()[0] / count
+        tracemalloc.stop()
         files.close()
     print(
         f"{count} files: open after {opened:.2f} s; counted in {steps} steps, {rest:.2f} s in all; "
