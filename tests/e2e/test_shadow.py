@@ -81,7 +81,7 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
         assert not row["runs_full"] and row["agreement"] > 0.85
 
         log = (tmp_path / "server.log").read_text()
-        assert log.count("its requests run with policy 'full' from now on") == 1
+        assert log.count("requests now run with policy 'full'") == 1
         metrics = server.metrics_text()
         assert 'vllm_pyramid:shadow_full{application="bad"} 1.0' in metrics
         assert 'shadow_requests_total{application="bad",cache="evicted"} 4.0' in metrics

@@ -42,7 +42,7 @@ def install() -> None:
         finally:
             if changes:  # a call that has failed may have changed some of them
                 self.scheduler.reset_prefix_cache(reset_running_requests=True)
-                logger.info("%s: everything computed with the old weights is forgotten", method)
+                logger.info("%s: dropped all KV that was computed with the old weights", method)
 
     EngineCore.collective_rpc = collective_rpc_and_reset  # type: ignore[method-assign]
     EngineCore._vllm_pyramid_weights = True  # type: ignore[attr-defined]

@@ -142,7 +142,7 @@ def thin_between_layers(
     inner.kv_step, inner.kv_is_profiled = step, is_profiled
     if not getattr(inner, "do_not_compile", True):
         logger.info(
-            "kv-policy %s: steps that thin a prompt run without torch.compile, all others with it",
+            "kv-policy %s: steps that thin a prompt run without torch.compile",
             policy,
         )
 

@@ -32,8 +32,8 @@ def take_backend(config: VllmConfig) -> str:
         )
     if name == "FLASH_ATTN" and _capability().major == 10:
         logger.info(
-            "kv-policy: FlashAttention runs on this device, where vLLM alone prefers FlashInfer; "
-            "compare with --attention-backend FLASH_ATTN on both sides"
+            "kv-policy: uses FlashAttention; stock vLLM prefers FlashInfer on this device. Compare "
+            "with --attention-backend FLASH_ATTN on both sides"
         )
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[name])

@@ -96,7 +96,7 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
     if args.enable_prefix_caching is None:
         args.enable_prefix_caching = False
         logger.info(
-            "kv-policy %s: prefix caching is off: layers of this model have a state",
+            "kv-policy %s: prefix caching is off: this model has state layers",
             settings.kv_policy,
         )
     return changed

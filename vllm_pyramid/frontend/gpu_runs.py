@@ -39,9 +39,9 @@ def warn_unless_run(device: str) -> None:
     if any((run.package, run.vllm) == pair for run in RUNS):
         return
     logger.warning_once(
-        "kv-policy: no whole check of vllm-pyramid %s with vLLM %s on a GPU is on record (this is "
-        "%s): before you rely on it, run `scripts/gpu_check.sh --json result.json` in a checkout "
-        "of this version on this machine; docs/gpu.md says what it checks, and what was tested",
+        "kv-policy: vllm-pyramid %s with vLLM %s has not passed its whole check on a GPU (this is "
+        "%s). Run `scripts/gpu_check.sh --json result.json` in a checkout of this version before "
+        "you rely on it; docs/gpu.md lists what was tested",
         *pair,
         device,
     )

@@ -73,8 +73,8 @@ def capture_more(config: VllmConfig, policy: Policy) -> None:
     compilation.cudagraph_capture_sizes = [*sizes, *more, most]
     compilation.max_cudagraph_capture_size = most
     logger.info(
-        "kv-policy %s: CUDA graphs are captured for up to %d requests, not %d; set "
-        "max_cudagraph_capture_size for another number",
+        "kv-policy %s: CUDA graphs are captured for up to %d requests instead of %d; set "
+        "max_cudagraph_capture_size to change it",
         policy.name,
         most,
         sizes[-1],
@@ -96,8 +96,8 @@ def _exclude_attention(config: VllmConfig, policy: Policy, mode: CUDAGraphMode) 
     if mode != CUDAGraphMode.PIECEWISE:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         logger.info(
-            "kv-policy %s: cudagraph_mode is PIECEWISE, not %s: which rows a step reads is "
-            "known to the host only, so attention runs between the graphs",
+            "kv-policy %s: cudagraph_mode is PIECEWISE instead of %s: attention runs between the "
+            "graphs, since only the host knows which rows a step reads",
             policy.name,
             mode.name,
         )

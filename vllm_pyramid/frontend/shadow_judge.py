@@ -105,17 +105,17 @@ class ShadowJudge:
         if not known.runs_full and share < self._floor:
             self._set(key, known, runs_full=True)
             logger.warning(
-                "kv-shadow: of the last %d answers of application %r (tenant %s), %.1f %% of the "
-                "tokens are those of the whole cache, below %.1f %%: its requests run with policy "
-                "'full' from now on",
-                *(len(known.recent), key.name, key.tenant, 100 * share, 100 * self._floor),
+                "kv-shadow: application %r (tenant %s): %.1f %% of the tokens of its last %d "
+                "answers equal the whole cache's, less than %.1f %%. Its requests now run with "
+                "policy 'full'",
+                *(key.name, key.tenant, 100 * share, len(known.recent), 100 * self._floor),
             )
             known.recent.clear()
         elif known.runs_full and len(known.recent) == WINDOW and share >= self._floor:
             self._set(key, known, runs_full=False)
             logger.warning(
-                "kv-shadow: application %r (tenant %s) runs with the policy again: %.1f %% of the "
-                "tokens of its last %d answers with it are those of the whole cache",
+                "kv-shadow: application %r (tenant %s): %.1f %% of the tokens of its last %d "
+                "evicted answers equal the whole cache's. Its requests run with the policy again",
                 *(key.name, key.tenant, 100 * share, len(known.recent)),
             )
 

@@ -92,8 +92,8 @@ def _decide(args: EngineArgs, model_config: ModelConfig, stored: str) -> str:
     slow = "this processor has no bfloat16 products"
     if has_states(model_config.hf_text_config, model_config.max_model_len):
         logger.info(
-            "weights: %s, which is slow: %s, and layers of this model keep states, for which vLLM "
-            "has kernels of 16 bits; --dtype float32 may be faster",
+            "weights: stored and computed in %s, which is slow: %s. State layers of this model "
+            "need 16-bit kernels; --dtype float32 may be faster",
             stored,
             slow,
         )
@@ -103,8 +103,8 @@ def _decide(args: EngineArgs, model_config: ModelConfig, stored: str) -> str:
     if size is None or size > SHARE_OF_FREE * free:
         takes = "an unknown size" if size is None else f"{size / 2**30:.1f} GiB"
         logger.info(
-            "weights: %s, which is slow: %s, and as float32 they would take %s of the %.1f GiB "
-            "that are free, where half is allowed; --dtype float32 does it all the same",
+            "weights: stored and computed in %s, which is slow: %s. float32 would take %s, more "
+            "than half of the %.1f GiB that are free; --dtype float32 forces it",
             stored,
             slow,
             takes,
@@ -112,8 +112,8 @@ def _decide(args: EngineArgs, model_config: ModelConfig, stored: str) -> str:
         )
         return AS_STORED
     logger.info(
-        "weights: float32 (%.1f GiB of the %.1f GiB that are free), KV cache: %s: %s; --dtype may "
-        "say otherwise",
+        "weights: converted to float32 (%.1f of %.1f GiB free), KV cache in %s: %s. Set --dtype to "
+        "choose another type",
         size / 2**30,
         free / 2**30,
         stored if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,

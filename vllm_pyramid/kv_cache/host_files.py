@@ -133,9 +133,9 @@ class HostFiles:
         start = time.monotonic()
         self._old.advance(1 << 62, start + _START_S)
         logger.info(
-            "kv-host-cache-dir: %d bundles of this model and cache in %s, %d files of others%s",
+            "kv-host-cache-dir: found %d bundles of this model and cache in %s, %d other files%s",
             *(self._old.num_own, self._own, self._old.number - self._old.num_own),
-            "" if self._old.is_counted else ", and more, which are counted while requests run",
+            "" if self._old.is_counted else "; still counting",
         )
         if self._writes:
             self._make_room(0)
@@ -287,8 +287,8 @@ class HostFiles:
             for path in paths:
                 unlink(path)
             logger.warning(
-                "kv-host-cache-dir: the prefix cache was reset, so %d files were removed, and the "
-                "folder is not used until the next start",
+                "kv-host-cache-dir: the prefix cache was reset; removed %d files. The folder is "
+                "unused until the next start",
                 len(paths),
             )
             self._removed += self._known  # once more, behind what is being written

@@ -105,8 +105,8 @@ def add_host_tier(
     coordinator.block_pool.tier = cache
     ranks = config.parallel_config.tensor_parallel_size
     logger.info(
-        "kv-host-cache: %.2f GiB of host memory%s hold the KV of %d tokens of full prompts, in "
-        "%d slots of %d tokens, %.3g MiB each%s",
+        "kv-host-cache: %.2f GiB of host memory%s for the KV of %d tokens: %d slots of %d tokens, "
+        "%.3g MiB each%s",
         slots.count * slots.num_bytes * ranks / 2**30,
         f" of {ranks} ranks together" if ranks > 1 else "",
         slots.count * layer_blocks.largest,

@@ -88,8 +88,8 @@ class Reports:
         if coordinator.stock_groups:
             stock_blocks = int(coordinator.stock_groups.blocks_of(length, 1))
             logger.info(
-                "kv-policy %s: layers %s evict; %s with a cache (%d) hold what vLLM holds for "
-                "them, %d blocks of a prompt of %d tokens",
+                "kv-policy %s: layers %s evict; %s with a cache (%d) hold as many blocks as in "
+                "stock vLLM: %d for a prompt of %d tokens",
                 self._policy.name,
                 ", ".join(map(str, coordinator.layers)),
                 "a draft model's" if coordinator.stock_groups.are_drafts else "the others",
@@ -100,8 +100,8 @@ class Reports:
         plan = self._policy.plan(length, num_layers, layer_blocks.largest)
         if not plan.exact:
             logger.info(
-                "kv-policy %s: each prompt keeps as much as its attention asks for, at most "
-                "%d of %d tokens a layer",
+                "kv-policy %s: scores decide how much each prompt keeps, at most %d of %d tokens a "
+                "layer",
                 self._policy.name,
                 plan.budget_tokens,
                 length,
@@ -131,8 +131,8 @@ class Reports:
                 self._policy, length, num_layers, layer_blocks.full_block_size, stages.sizes
             )
             logger.info(
-                "kv-policy %s: it evicts inside prompts, every %d tokens from %d on; a prompt of "
-                "up to %d tokens never holds more than %d blocks%s",
+                "kv-policy %s: evicts inside prompts, every %d tokens from token %d on; a prompt "
+                "of up to %d tokens holds at most %d blocks%s",
                 self._policy.name,
                 self._policy.chunk.tokens,
                 plan.exact_tokens,

@@ -146,7 +146,7 @@ class TraceWriter:
         layers = self._kept_at(origin, point)
         if layers is None:
             logger.warning(
-                "no trace of request %s: it resumes request %s, whose own trace is no longer in %s",
+                "No trace of request %s: it resumes request %s, whose trace is no longer in %s",
                 *(request_id, origin, self.folder),
             )
             self._untraceable.add(request_id)

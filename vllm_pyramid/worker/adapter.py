@@ -94,7 +94,7 @@ class RunnerAdapter:
             if self.pyramid.is_heard:
                 raise
             logger.exception(
-                "this worker failed in a step that it computes with others, which wait for it: it "
-                "ends, and the engine with it"
+                "Worker failed during a collective step; other ranks are blocked. Shutting down "
+                "the engine"
             )
             raise SystemExit(1) from None

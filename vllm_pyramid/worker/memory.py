@@ -166,13 +166,13 @@ class WorkerMemory:
         host = self.host_cache_bytes() if self._device.type == "cpu" else 0
         left = available if is_fixed else available - tables - buffers - evictions - host
         logger.info(
-            "kv-policy: %.2f GiB are for the block tables of all layers, %.2f GiB for the policy's "
-            "own buffers and %.2f GiB for evictions, %s the %.2f GiB of the KV cache; a smaller "
-            "--max-num-seqs or --max-model-len makes them smaller",
+            "kv-policy: reserved %.2f GiB for block tables, %.2f GiB for buffers of the policy and "
+            "%.2f GiB for evictions, %s %.2f GiB of KV cache; a smaller --max-num-seqs or "
+            "--max-model-len reserves less",
             tables / 2**30,
             buffers / 2**30,
             evictions / 2**30,
-            "in addition to" if is_fixed else "which leaves",
+            "beside" if is_fixed else "which leaves",
             left / 2**30,
         )
         if left <= 0:

@@ -53,8 +53,7 @@ def choose(args: EngineArgs) -> None:
     if HUGE_PAGES not in os.environ:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             logger.info(
-                "memory: an engine in this process has small pages, which slow decoding; start the "
-                "process with %s=1",
+                "memory: this process has small pages, which slow decoding; start it with %s=1",
                 HUGE_PAGES,
             )
         chosen_for_children(HUGE_PAGES, "1")
@@ -62,14 +61,14 @@ def choose(args: EngineArgs) -> None:
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
     if args.distributed_executor_backend == "ray":
         logger.info(
-            "threads: Ray starts the workers, with as many each as OMP_NUM_THREADS said where "
-            "`ray start` was called, or one"
+            "threads: each worker of Ray has OMP_NUM_THREADS of the environment of `ray start`, or "
+            "one"
         )
     elif args.nnodes == 1 and replicas:
         bind = threads_to_bind(os.environ, workers, cores_by_node(), replicas)
         if bind is not None:
             chosen_for_children(BIND, bind)
-            logger.info("threads: %s=%s; the environment may say otherwise", BIND, bind)
+            logger.info("threads: %s=%s; set it to change that", BIND, bind)
     if share_is_vllms(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         args.additional_config = {**args.additional_config, MEMORY_KEY: max(1, replicas)}
 
@@ -190,9 +189,8 @@ def take_free_memory(config: Any) -> None:
     share = min(config.cache_config.gpu_memory_utilization, wanted / total)
     config.cache_config.gpu_memory_utilization = share
     logger.info(
-        "memory: at most %.1f GiB, model and KV cache together, of the %.1f GiB that are free (a "
-        "share of %.2f of the node's %.1f GiB); --gpu-memory-utilization or "
-        "--kv-cache-memory-bytes may say otherwise",
+        "memory: at most %.1f GiB for model and KV cache, of %.1f GiB free (%.2f of the node's "
+        "%.1f GiB); set --gpu-memory-utilization or --kv-cache-memory-bytes to change it",
         share * total / 2**30,
         free / 2**30,
         share,

@@ -38,8 +38,8 @@ class WheelCpuPlatform(PyramidCpuPlatform):
         """Finish the configuration for the CPU and take PyTorch's rotary embedding."""
         super().check_and_update_config(vllm_config)
         logger.warning_once(
-            "this vLLM was built for CUDA and runs on the CPU with PyTorch's operators, slowly: "
-            "install a CPU build of vLLM to serve here"
+            "This vLLM was built for CUDA. On the CPU it runs PyTorch's operators, slowly; install "
+            "a CPU build of vLLM to serve here"
         )
         custom_ops = vllm_config.compilation_config.custom_ops
         if "+rotary_embedding" not in custom_ops and "-rotary_embedding" not in custom_ops:

@@ -96,7 +96,7 @@ def _share_threads(library: ctypes.CDLL) -> None:
             continue
         library.pyr_set_parallel(address)
         return
-    logger.warning("found no OpenMP runtime; the C++ kernels will use one thread")
+    logger.warning("Found no OpenMP runtime; the C++ kernels use one thread")
 
 
 @functools.cache

@@ -89,8 +89,8 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         check_host_memory(pool_bytes, swap_bytes, free_bytes=free_bytes, workers=workers)
         if capped < num_bytes:
             logger.info(
-                "kv-swap-space: %s of host memory for V; the device's KV cache gets as many pages, "
-                "%s of the %s that it could have",
+                "kv-swap-space: %s of host memory for V; the device's KV cache gets the same "
+                "number of pages: %s of %s",
                 gib(capped),
                 gib(capped),
                 gib(num_bytes),

@@ -181,9 +181,9 @@ class StreamingHeads(SplitHeads):
                 "--tensor-parallel-size"
             )
         logger.info(
-            "kv-policy %s: %.0f %% of the KV heads stream, of %.0f %% in the mask: %d "
-            "tensor-parallel ranks share block tables, so a head streams where the heads at its "
-            "place of all ranks do",
+            "kv-policy %s: %.0f %% of the KV heads stream instead of the mask's %.0f %%: %d "
+            "tensor-parallel ranks share block tables, so a head streams only if its counterparts "
+            "in all ranks do",
             *(policy.name, 100 * streams, 100 * wanted, ranks),
         )
         return found

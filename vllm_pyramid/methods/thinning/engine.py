@@ -69,8 +69,8 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
         usual = USUAL_BATCHED_TOKENS.get(device, USUAL_BATCHED_TOKENS["cuda"])
         args.max_num_batched_tokens = max(room, usual)
         logger.info(
-            "kv-policy %s: --max-num-batched-tokens %d, so that a piece of a prompt finds room "
-            "next to requests that decode",
+            "kv-policy %s: set --max-num-batched-tokens to %d, so that a chunk of a prompt fits "
+            "beside decoding requests",
             policy.name,
             args.max_num_batched_tokens,
         )
@@ -97,9 +97,8 @@ def check_thinning_config(config: VllmConfig, policy: Policy, thinner: DecayAllo
             )
     if scheduler.max_num_batched_tokens < longest + scheduler.max_num_seqs:
         logger.warning(
-            "kv-policy %s: prompts are processed in pieces of %d tokens, which find room in a step "
-            "of --max-num-batched-tokens %d only while at most %d requests are decoding; others "
-            "wait. Raise that flag to %d",
+            "kv-policy %s: chunks of %d tokens fit into a step of --max-num-batched-tokens %d only "
+            "while at most %d requests decode; other prompts wait. Raise that flag to %d",
             policy.name,
             longest,
             scheduler.max_num_batched_tokens,
