@@ -352,7 +352,7 @@ def test_one_line_where_vllm_alone_would_run_another(
     backends, said = of_cuda(monkeypatch, capability), []
     monkeypatch.setattr(backends.logger, "info", lambda line, *_: said.append(line))
     backends.take_backend(resolved_config(**model_config(LLAMA)))
-    assert ["vLLM alone prefers FlashInfer" in line for line in said] == [True] * (
+    assert ["stock vLLM prefers FlashInfer" in line for line in said] == [True] * (
         capability == (10, 0)
     )
 
