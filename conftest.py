@@ -57,13 +57,14 @@ def _draw_seed(config: pytest.Config) -> None:
     """Every run draws other examples; `--hypothesis-seed` repeats those of an earlier one.
 
     Processes of pytest-xdist get the option of the one that starts them. Hypothesis draws the same
-    examples in every run where it finds a CI system, unless a profile says otherwise.
+    examples in every run where it finds a CI system, unless a profile says otherwise. There is no
+    deadline of an example: `BUDGETS` bounds tests.
     """
     from hypothesis import settings
 
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(secrets.randbelow(1 << 32))
-    settings.register_profile("tests", derandomize=False, print_blob=True)
+    settings.register_profile("tests", deadline=None, derandomize=False, print_blob=True)
     settings.load_profile("tests")
 
 

@@ -477,8 +477,8 @@ def test_graphs_leave_out_what_a_method_attends_to(
         config = graphs(mode)
         check_graphs(config, load_policy(policy))
         assert config.compilation_config.cudagraph_mode.name == expected
-    expects = ["kv-policy kcache: cudagraph_mode is PIECEWISE, not FULL_AND_PIECEWISE"]
-    assert [line.partition(": which")[0] for line in said] == expects * (policy == "kcache")
+    expects = ["kv-policy kcache: cudagraph_mode is PIECEWISE instead of FULL_AND_PIECEWISE"]
+    assert [line.partition(": attention")[0] for line in said] == expects * (policy == "kcache")
 
 
 def test_graphs_of_selected_pages() -> None:

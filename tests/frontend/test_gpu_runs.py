@@ -57,7 +57,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_one_warning_names_the_pair_and_the_command(start: Any) -> None:
     (line,) = start()
-    assert f"vllm-pyramid {__version__} with vLLM 0.32.0 on a GPU" in line
+    assert f"vllm-pyramid {__version__} with vLLM 0.32.0 has not passed" in line
     assert "scripts/gpu_check.sh --json result.json" in line and "NVIDIA H100" in line
 
 

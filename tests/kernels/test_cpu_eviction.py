@@ -219,7 +219,7 @@ def selections(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(selections())
 def test_select_is_exact(arguments: dict[str, Any]) -> None:
     assert torch.equal(cpu.select(**arguments), reference.select(**arguments))
@@ -235,7 +235,7 @@ def test_select_many_threads(two_threads) -> None:
     assert (found[..., 12345:] == -1).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     selections(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),

@@ -123,7 +123,7 @@ def test_rows_score_the_same_alone_and_on_two_threads(each_isa: EachIsa, two_thr
             assert torch.equal(alone[0], together[s, :, : alone.shape[2]]), (isa, s)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_product_exceeds_its_box(data: st.DataObject) -> None:
     """Bound every key's product from above, on the instruction set in use and in the reference."""
@@ -147,7 +147,7 @@ def test_no_product_exceeds_its_box(data: st.DataObject) -> None:
         assert largest <= product + 1e-9 * abs(product)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_selection_is_the_references(data: st.DataObject) -> None:
     """Draw lengths, skips, budgets and scores with many ties."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -68,7 +68,6 @@ def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan
     check_pool(coordinator)
 
 
-@settings(deadline=None)
 @given(
     prompt_len=st.integers(1, 300),
     budget=st.one_of(st.integers(9, 310), st.sampled_from(["1%", "12%", "50%", "100%"])),
@@ -176,7 +175,6 @@ def test_block_sizes_must_be_multiples() -> None:
         coordinator_of(config, 6 * BLOCK_SIZE)
 
 
-@settings(deadline=None)
 @given(
     device_layers=st.integers(0, NUM_LAYERS - 1),
     prompt_len=st.integers(1, 300),
@@ -229,7 +227,6 @@ def report(plan: RetentionPlan, number: int, before: int) -> Eviction:
     return Eviction(int(given.sum()), None, number)
 
 
-@settings(deadline=None)
 @given(
     prompt_len=st.integers(1, 80),
     budget=st.one_of(st.integers(1, 90), st.sampled_from(["12%", "50%"])),
@@ -316,7 +313,6 @@ def test_a_wrong_report_of_a_later_eviction_stops_the_engine(wrong: Eviction) ->
         coordinator.plans.confirm("r", wrong)
 
 
-@settings(deadline=None)
 @given(
     prompt_len=st.integers(1, 80),
     budget=st.integers(1, 90),

@@ -94,7 +94,7 @@ def by_norms(budget: str | int | None = None, **args: Any) -> Policy:
 # Lengths ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_the_joint_choice_index_for_index(data: st.DataObject) -> None:
     """With ties, floors, sinks, and heads that have nothing but the worst score."""
@@ -125,7 +125,7 @@ def test_what_cannot_be_chosen_is_a_bug() -> None:
             joint_lengths(torch.zeros(2, 5), total, safe=safe, sinks=2)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.integers(1, 12), st.integers(6, 900), st.sampled_from([0, 0.2, 1]))
 def test_plans_bound_what_is_solved(n: int, lanes: int, budget: int, alpha: float) -> None:
     policy = by_norms(budget, alpha=float(alpha))

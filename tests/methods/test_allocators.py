@@ -55,7 +55,7 @@ def allocators(draw: st.DrawFn) -> CurveAllocator:
     return curve_of({"kind": kind, "beta": beta})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(allocators(), problems())
 def test_sum_bounds_and_order(allocator: CurveAllocator, problem: tuple[int, int, int]) -> None:
     mean, num_layers, capacity = problem
@@ -67,7 +67,7 @@ def test_sum_bounds_and_order(allocator: CurveAllocator, problem: tuple[int, int
     assert (np.diff(tokens) <= 0).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(allocators(), problems())
 def test_within_one_token_of_the_curve(
     allocator: CurveAllocator, problem: tuple[int, int, int]
@@ -81,7 +81,7 @@ def test_within_one_token_of_the_curve(
     assert np.abs(allocator.allocate(*problem) - curve).max() < 1.0 + 1e-5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.one_of(allocators(), st.lists(st.sampled_from([0.0, 1e-9, 0.5, 1.0, 7.0]), min_size=1)),
     st.lists(problems(), min_size=1, max_size=9),
@@ -212,7 +212,7 @@ def test_the_tiniest_weight_takes_all_that_is_left() -> None:
         assert share_out(np.array([1.0, weight]), 3, 3, 0.75).tolist() == [3.0, 3.0]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(WEIGHTS, st.data())
 def test_what_is_shared_out(weights: list[float], data: st.DataObject) -> None:
     """Bounds and sum hold, and layers below the capacity stand in the ratio of their weights."""

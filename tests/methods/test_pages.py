@@ -52,7 +52,6 @@ def _step(
 
 
 @given(data=st.data())
-@settings(deadline=None)
 def test_rows_cover_a_step(data: st.DataObject) -> None:
     """Each query has one row, of its request and with its position; prompts never choose."""
     count = data.draw(st.integers(1, 5))
@@ -231,7 +230,7 @@ def _scorer(name: str) -> PageScorer:
 
 @pytest.mark.parametrize("name", ["spread", "box", "own"])
 @given(data=st.data())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> None:
     """Chunks, rejected drafts, reused blocks, copies and evictions; full pages at every step."""
     scorer = _scorer(name)
@@ -457,7 +456,7 @@ def test_layers_of_different_shapes_are_refused() -> None:
 
 @pytest.mark.long
 @given(data=st.data())
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
 def test_representatives_do_not_depend_on_steps(data: st.DataObject) -> None:
     """Keys are chosen by the queries of their page, in however many steps it was filled."""
     reduce = data.draw(st.sampled_from(["sum", "max"]))

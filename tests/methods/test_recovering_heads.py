@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.methods.lanes import G, L, N, Prompts, are_best
@@ -56,7 +56,6 @@ def wanted(scores: torch.Tensor, counts: list[int], goal: float, sinks: int) -> 
     return found
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.floats(0.01, 1.0))
 def test_the_least_counts(seed: int, sinks: int, goal: float) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -68,7 +67,6 @@ def test_the_least_counts(seed: int, sinks: int, goal: float) -> None:
     assert found[3] == 0, "nothing holds all of nothing"
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.data())
 def test_the_longest_are_lowered_to_one_level(lengths: list[int], data: st.DataObject) -> None:
     total = data.draw(st.integers(0, sum(lengths)))

@@ -53,7 +53,7 @@ def all_lengths(layers: int, capacity: int) -> list[tuple[int, ...]]:
     return list(itertools.product(range(capacity + 1), repeat=layers))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(score_tables(), st.data())
 def test_retention_is_the_papers(scores: torch.Tensor, data: st.DataObject) -> None:
     layers, tokens = scores.shape
@@ -64,7 +64,7 @@ def test_retention_is_the_papers(scores: torch.Tensor, data: st.DataObject) -> N
     assert float(ours.mean()) == pytest.approx(paper_retention(scores, lengths, sinks), abs=CLOSE)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(score_tables(), st.data())
 def test_no_lengths_of_the_same_total_retain_more(
     scores: torch.Tensor, data: st.DataObject
@@ -83,7 +83,7 @@ def test_no_lengths_of_the_same_total_retain_more(
     assert paper_retention(scores, lengths, sinks) == pytest.approx(best, abs=CLOSE)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(score_tables(), st.data())
 def test_no_smaller_total_reaches_the_goal(scores: torch.Tensor, data: st.DataObject) -> None:
     """Compare Eq. 18 with all possible lengths."""
@@ -106,7 +106,7 @@ def test_no_smaller_total_reaches_the_goal(scores: torch.Tensor, data: st.DataOb
     assert lengths == tuple(best_lengths(scores, sum(lengths), sinks=sinks).tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**20),
     prompt_len=st.integers(30, 400),
@@ -161,7 +161,7 @@ def test_by_hand() -> None:
     assert best_lengths(scores, 2, sinks=1).tolist() == [1, 1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(score_tables(), st.sampled_from([0.1, 0.5, 0.9, 1.0]))
 def test_the_fewest_tokens_that_hold_a_share(scores: torch.Tensor, goal: float) -> None:
     needed = minimum_budgets(scores, goal).tolist()

@@ -142,7 +142,7 @@ def test_razor_attention_keeps_a_fifth_of_long_prompts(prompt_len: int) -> None:
     assert kept.tolist() == [40_000] + [20_004] * 5
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     prompt_len=st.integers(1, 600),
     longest=st.integers(0, 200),

@@ -136,7 +136,7 @@ def _run_step(
     return held
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 130), min_size=1, max_size=3),
     st.booleans(),

@@ -40,7 +40,7 @@ def _plan(policy: Policy, prompt_len: int, layers: int, block_size: int = 16) ->
     return plan
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     ARGS,
     st.integers(0, 12_000),
@@ -85,7 +85,7 @@ def test_lengths(args: dict[str, Any], n: int, layers: int, block_size: int, per
     assert plan.piece_at(n) is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ARGS, st.integers(2, 4096), st.integers(1, 80), st.floats(0.0, 1.0))
 def test_a_budget_is_an_upper_limit(
     args: dict[str, Any], tokens: int, layers: int, share: float
@@ -126,7 +126,7 @@ def test_what_the_papers_settings_come_to(layers: int, percent: float) -> None:
     assert 0.48 < half.end.keep.mean() / 4096 <= 0.5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     ARGS,
     st.fixed_dictionaries(

@@ -58,7 +58,7 @@ SOLVED = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from([*KNOWN, *PYRAMIDS]))
 def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
     prompt_len = data.draw(st.one_of(st.integers(0, 300), st.integers(0, 40_000)))
@@ -89,7 +89,7 @@ def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
     assert plan.evicts == (policy.schedule.every > 0 or bool((plan.end.skip > 0).any()))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(SOLVED))
 def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy: Policy) -> None:
     prompt_len = data.draw(st.one_of(st.integers(0, 60), st.integers(0, 40_000)))

@@ -43,7 +43,7 @@ TURNS = st.lists(st.integers(1, 250), min_size=2, max_size=7).map(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(policy=POLICIES, ends=TURNS, block_size=st.sampled_from([1, 8, 16]))
 def test_what_a_turn_leaves_is_what_the_next_one_finds(
     policy: Policy, ends: tuple[int, ...], block_size: int
@@ -114,7 +114,7 @@ def test_many_short_turns_evict_once_in_a_while() -> None:
     assert len(_plan(policy, TOKENS_PER_EVICTION * 200, ends).inner) == 199
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(policy=POLICIES, ends=TURNS, generated=st.integers(0, 60))
 def test_the_peak_is_the_most_that_is_held(
     policy: Policy, ends: tuple[int, ...], generated: int

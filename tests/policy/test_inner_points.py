@@ -44,7 +44,7 @@ POLICIES = st.builds(
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 @given(policy=POLICIES, prompt_len=st.integers(1, 700), block_size=st.sampled_from([1, 4, 16]))
 def test_points_and_lengths(policy: Policy, prompt_len: int, block_size: int) -> None:
     plan, n = _plan(policy, prompt_len, block_size), prompt_len
@@ -88,7 +88,7 @@ def _plan_of_inside(policy: Policy, point: int, keep: int, block_size: int) -> R
     return plan
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(policy=POLICIES, prompt_len=st.integers(1, 500), generated=st.integers(0, 60))
 def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, generated: int) -> None:
     plan, total, size = _plan(policy, prompt_len), prompt_len + generated, 8
@@ -102,7 +102,7 @@ def test_the_peak_is_the_most_that_is_held(policy: Policy, prompt_len: int, gene
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(policy=POLICIES, longest=st.integers(20, 400))
 def test_the_worst_prompt_is_no_worse(policy: Policy, longest: int) -> None:
     """What the pool must have is enough for every prompt up to that length, and hardly more."""

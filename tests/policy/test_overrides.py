@@ -238,7 +238,7 @@ def test_turns_do_not_raise_what_a_prompt_holds() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_turns_within_the_limit_are_served(data: st.DataObject) -> None:
     """Whatever the turns, a share up to the limit passes, and so does a request for nothing."""
     steps = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=120))

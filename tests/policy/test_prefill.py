@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pyramid.plan.chunk_units import ChunkUnits
@@ -42,7 +42,6 @@ def test_the_last_tokens_are_dense() -> None:
     assert [wide.sparse_tokens(n) for n in (500, 627, 628, 1000)] == [0, 0, 128, 384]
 
 
-@settings(deadline=None)
 @given(
     prompt=st.integers(1, 2000),
     steps=st.lists(st.integers(TILE, 700), min_size=1, max_size=30),

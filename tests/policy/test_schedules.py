@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pyramid.plan import EvictionPoint, IntArray, LevelPlan, RetentionPlan
@@ -24,7 +24,6 @@ def plan_of(policy: str, budget: Any, args: dict[str, Any], *where: int) -> Rete
     return plan
 
 
-@settings(deadline=None)
 @given(
     prompt_len=st.integers(1, 400),
     budget=st.one_of(st.integers(1, 300), st.sampled_from(["1%", "12%", "100%"])),
@@ -147,7 +146,6 @@ def test_who_works_in_every_step() -> None:
     assert load_policy("h2o", None, {"schedule": "prompt_end"}).works_in_every_step
 
 
-@settings(deadline=None)
 @given(
     prompt_len=st.integers(0, 2000),
     budget=st.one_of(st.integers(17, 600), st.sampled_from(["1%", "12%", "30%", "100%"])),

@@ -45,7 +45,7 @@ def ranked_by_hand(scores: torch.Tensor, keep: int, protected: set[int]) -> list
     return sorted([*protected, *best[: keep - len(protected)]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), policy=st.sampled_from(POLICIES))
 def test_spans_stay_in_every_head(data: st.DataObject, policy: Policy) -> None:
     """Behind an eviction a request has fewer tokens, and its first span is found there alone."""

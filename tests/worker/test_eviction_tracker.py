@@ -57,7 +57,7 @@ def test_a_step_stays_as_it_was_when_the_next_one_begins() -> None:
     assert before.all() and (step.skips == before).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full"]))
 def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> None:
     policy, tracker = make(name, "100%" if name == "full" else "25%")
