@@ -38,7 +38,7 @@ class PolicyMetrics:
         vllm_pyramid:policy_info             1, with the labels policy and budget
 
     With layers that do not evict (labels: engine):
-        vllm_pyramid:companion_blocks_held   blocks of the pool in use by them now
+        vllm_pyramid:other_blocks_held       blocks of the pool in use by them now
 
     `layer` is the model's own number.
 
@@ -101,8 +101,8 @@ class PolicyMetrics:
                 multiprocess_mode="mostrecent",
             ),
         }
-        self.companion_blocks = Gauge(
-            "vllm_pyramid:companion_blocks_held",
+        self.other_blocks = Gauge(
+            "vllm_pyramid:other_blocks_held",
             "Blocks of the pool in use by layers that do not evict.",
             ["engine"],
             multiprocess_mode="mostrecent",
@@ -201,8 +201,8 @@ class PolicyMetrics:
             self.pool_blocks.labels(label).set(now["pool_blocks"])
         if "policy" in now:
             self.policy.labels(label, *now["policy"]).set(1)
-        if "companion_blocks_held" in now:
-            self.companion_blocks.labels(label).set(now["companion_blocks_held"])
+        if "other_blocks_held" in now:
+            self.other_blocks.labels(label).set(now["other_blocks_held"])
         if "host_cache" in now:
             self.host_cache.observe(now["host_cache"], before.get("host_cache", {}), label)
         self._log(now, engine)

@@ -35,7 +35,7 @@ def page_data(
         "pool": {
             "blocks": stats["pool_blocks"],
             "held": held,
-            "other": stats.get("companion_blocks_held", 0),
+            "other": stats.get("other_blocks_held", 0),
             "cached": coordinator.block_pool.idle_blocks,
         },
         "policy": stats["policy"],

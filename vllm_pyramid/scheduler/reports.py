@@ -266,5 +266,5 @@ class Reports:
             "blocks_freed": layout.sums(counters.blocks_freed),
             "blocks_held": layout.sums(counters.held_blocks),
             "tokens_held": layout.means(computed - counters.skipped_tokens),
-            **({"companion_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
+            **({"other_blocks_held": stock_groups.held_blocks} if stock_groups else {}),
         }

@@ -20,7 +20,7 @@ SIMPLE = {
     "generated_tokens": "vllm:generation_tokens_total",
     "evictions": "vllm_pyramid:evictions_total",
     "pool_blocks": "vllm_pyramid:pool_blocks",
-    "other_blocks": "vllm_pyramid:companion_blocks_held",
+    "other_blocks": "vllm_pyramid:other_blocks_held",
     "dropped_reports": "vllm_pyramid:dropped_reports_total",
     "dropped_traces": "vllm_pyramid:dropped_traces_total",
 }
