@@ -125,6 +125,7 @@ class TriAttentionScorer(Scorer):
         return 3 * head_size + 4 * group
 
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
+        """Return the largest score of a group's query heads, as the class's text has it."""
         import torch
 
         assert self.centres is not None, "refused before anything is loaded"
@@ -146,6 +147,9 @@ class TriAttentionScorer(Scorer):
             deviation = scores.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)
             scores = (scores - scores.mean(dim=-1, keepdim=True)) / deviation
         return scores.amax(dim=1)
+
+    def probed(self, inputs: ScorerInputs) -> None:
+        """Return None: centres are a model's, and the request is made up."""
 
     # When an engine starts ----------------------------------------------------------------------
 
