@@ -245,7 +245,7 @@ BESIDE: dict[str, Case] = {
         policy="scissorhands",
     ),
     "r-kv, the prompt too": Case(
-        40, {"interval": 32, "schedule.prompt": "evict"}, policy="r-kv", tokens=60, resumes=False
+        64, {"interval": 48, "schedule.prompt": "evict"}, policy="r-kv", tokens=60, resumes=False
     ),
     # The paper's own: one token in, one out.
     "h2o, every token": gathers(

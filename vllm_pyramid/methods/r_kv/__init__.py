@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-_TILE = 128  # keys that all others are compared with at a time
+_TILE = 128  # keys that the others are compared with at a time
 _TINY = 1e-8  # beside the length of a key
 
 
@@ -134,24 +134,35 @@ def redundancy_of(keys: torch.Tensor, threshold: float) -> torch.Tensor:
 def latest_similar(unit: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return the place of the latest other key that is similar to each key: `[G, T]` int64.
 
-    0 where there is none, as in the authors' code.
+    0 where there is none, as in the authors' code. The latest keys are looked at first: on a CPU, a
+    key for which one was found is compared with no others.
 
     Args:
         unit: `[G, T, D]` keys of length 1.
     """
     import torch
 
-    tokens = unit.shape[1]
-    latest = torch.zeros(unit.shape[:2], dtype=torch.int64, device=unit.device)
-    rows = torch.arange(tokens, device=unit.device)
-    for end in range(tokens, 0, -_TILE):
-        columns = torch.arange(max(end - _TILE, 0), end, device=unit.device)
-        cosines = unit[:, rows] @ unit[:, columns].transpose(1, 2)
-        similar = (cosines > threshold) & (columns != rows[:, None])
-        found = torch.where(similar, columns, 0).amax(dim=-1)
-        latest[:, rows] = torch.where(latest[:, rows] > 0, latest[:, rows], found)
-        if unit.device.type == "cpu":  # elsewhere the host would wait for the answer
-            rows = rows[(latest[:, rows] == 0).any(dim=0)]
+    heads, tokens = unit.shape[:2]
+    latest = torch.zeros(heads, tokens, dtype=torch.int64, device=unit.device)
+    for head, own in enumerate(unit):
+        rows = torch.arange(tokens, device=unit.device)
+        for end in range(tokens, 0, -_TILE):
+            start = max(end - _TILE, 0)
+            first, last = start, end  # of the rows that are among the columns
+            if unit.device.type == "cpu":
+                first, last = torch.searchsorted(rows, torch.tensor([start, end])).tolist()
+            cosines = own[rows] @ own[start:end].T
+            among = rows[first:last]
+            cosines[torch.arange(first, last, device=among.device), among - start] = -2.0
+            columns = torch.arange(start, end, dtype=torch.float32, device=unit.device)
+            if unit.device.type != "cpu":  # the host does not wait for an answer
+                found = torch.where(cosines > threshold, columns, 0.0).amax(dim=-1).long()
+                latest[head] = torch.where(latest[head] > 0, latest[head], found)
+                continue
+            similar = cosines.amax(dim=-1) > threshold
+            found = torch.where(cosines[similar] > threshold, columns, 0.0).amax(dim=-1)
+            latest[head, rows[similar]] = found.long()
+            rows = rows[~similar]
             if not len(rows):
                 break
     return latest
