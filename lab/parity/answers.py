@@ -176,9 +176,7 @@ def compare_triattention(folder: Path, layer: Layer) -> Iterator[str]:
 def differing(found: torch.Tensor, wanted: torch.Tensor, what: str) -> Iterator[str]:
     """Yield a line if two sets of kept places, `[G, K]`, differ."""
     if not torch.equal(found, wanted):
-        both = [
-            len({*a.tolist()} & {*b.tolist()}) for a, b in zip(found, wanted, strict=True)
-        ]
+        both = [len({*a.tolist()} & {*b.tolist()}) for a, b in zip(found, wanted, strict=True)]
         yield f"{what}: {found.numel() - sum(both)} of {found.numel()} places differ"
 
 

@@ -83,10 +83,10 @@ def test_what_others_find_and_when_answers_change(engine: Engine) -> None:
 def test_running_requests_have_one_prompt(engine: Engine) -> None:
     """Its blocks are the same ones while each evicts from its own answer, and go with the last."""
     (prompt,) = random_prompts([PROMPT], seed=6)
-    jobs = [
-        Job(prompt, greedy(ANSWER - 20 * i, logprobs=2), i, salt="one") for i in range(3)
+    jobs = [Job(prompt, greedy(ANSWER - 20 * i, logprobs=2), i, salt="one") for i in range(3)]
+    alone = [
+        engine.run([replace(job, arrival=0, salt=f"alone{i}")])[0] for i, job in enumerate(jobs)
     ]
-    alone = [engine.run([replace(job, arrival=0, salt=f"alone{i}")])[0] for i, job in enumerate(jobs)]
     shared, most = 0, np.zeros(engine.num_layers, np.int64)
 
     def look(engine: Engine) -> None:

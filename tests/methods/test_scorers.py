@@ -6,7 +6,6 @@ On the same keys and queries as kvpress they are compared by `lab/parity/scorers
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Callable
 from functools import cache
@@ -14,11 +13,10 @@ from functools import cache
 import pytest
 import torch
 
-from tests.methods.views import MadeUp, made_up_centres, ready
+from tests.methods.views import MadeUp, ready
 from vllm_pyramid.methods import noise
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.noise import uniform
-from vllm_pyramid.methods.triattention import Centres
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.scorer import Scorer
@@ -130,69 +128,6 @@ def future_attention(data: MadeUp, head: int, token: int) -> float:
     return total / 4 / len(group(data, head))
 
 
-def _windows_importance(data: MadeUp, head: int) -> list[float]:
-    """Of R-KV: what the window gives the keys before it, by the largest logit of a group."""
-    past, total = data.tokens - WINDOW, torch.zeros(data.tokens - WINDOW, dtype=torch.float64)
-    keys = data.keys[head, :past].double()
-    for query in range(past, data.tokens):
-        rows = [keys @ data.queries[query, h].double() for h in group(data, head)]
-        largest = [max(float(row[key]) for row in rows) / math.sqrt(data.size) for key in range(past)]
-        total += torch.tensor(largest, dtype=torch.float64).softmax(dim=0)
-    return [float(x) / WINDOW for x in total]
-
-
-@cache
-def _redundancies(data_seed: int, tokens: int, head: int, threshold: float) -> list[float]:
-    data = MadeUp(seed=data_seed, tokens=tokens)
-    unit = [k / (k.norm() + 1e-8) for k in data.keys[head].double()]
-    cosines = [[float(a @ b) for b in unit] for a in unit]
-    for key, row in enumerate(cosines):
-        row[key] = 0.0
-        similar = [other for other in range(tokens) if row[other] > threshold]
-        row[max(similar, default=0)] = 0.0  # the latest is spared
-    means = [sum(row[key] for row in cosines) / tokens for key in range(tokens)]
-    return torch.tensor(means, dtype=torch.float64).softmax(dim=0).tolist()
-
-
-def r_kv(data: MadeUp, head: int, token: int) -> float:
-    given = _windows_importance(data, head)
-    pooled = max(given[max(token - 3, 0) : token + 4])
-    return 0.1 * pooled - 0.9 * _redundancies(data.seed, data.tokens, head, 0.2)[token]
-
-
-FARTHEST = 64
-
-
-def triattention(data: MadeUp, head: int, token: int, *, normalize: bool = False) -> float:
-    """With complex numbers, and keys turned back to where they came from."""
-    centres = Centres.read(str(made_up_centres(data.heads, data.size)))
-    half, best = data.size // 2, -math.inf
-    offsets = [2**i for i in range(FARTHEST.bit_length())]
-    frequencies = [1e4 ** (-2 * f / data.size) for f in range(half)]
-
-    def score(h: int, place: int) -> float:
-        total, key = 0.0, data.keys[head, place].double()
-        for f, omega in enumerate(frequencies):
-            rotated = complex(float(key[f]), float(key[f + half]))
-            plain = rotated * cmath.exp(-1j * omega * place)
-            mean = centres.mean[3, h].double()
-            centre = complex(float(mean[f]), float(mean[f + half]))
-            product = centre * plain.conjugate()
-            for offset in offsets:
-                turn = cmath.exp(1j * omega * (data.tokens + offset - place))
-                total += (product * turn).real / len(offsets)
-            total += (float(centres.length[3, h, f]) - abs(centre)) * abs(plain)
-        return total
-
-    for h in group(data, head):
-        found = score(h, token)
-        if normalize:
-            scores = torch.tensor([score(h, t) for t in range(data.tokens)], dtype=torch.float64)
-            found = (found - float(scores.mean())) / float(scores.std(correction=0))
-        best = max(best, found)
-    return best
-
-
 ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
     "keydiff": ({}, keydiff),
     "expected_attention": ({"future_positions": 16, "epsilon": 0.01}, expected_attention),
@@ -201,8 +136,6 @@ ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
         observed_expected,
     ),
     "future_attention": ({"queries": 4}, future_attention),
-    "r_kv": ({"threshold": 0.2}, r_kv),
-    "triattention": ({"farthest": FARTHEST, "normalize": False}, triattention),
 }
 
 
@@ -212,7 +145,7 @@ ORACLES: dict[str, tuple[dict[str, object], Oracle]] = {
 def test_scores_are_the_papers(kind: str, learned_sinks: bool) -> None:
     settings, oracle = ORACLES[kind]
     data = MadeUp(tokens=41, learned_sinks=learned_sinks)
-    scorer = ready(parse_component(Scorer, {"kind": kind, **settings}), data.heads, data.size)
+    scorer = parse_component(Scorer, {"kind": kind, **settings})
     scores = scorer.score(data.view(WINDOW, SINKS))
     assert scores.shape == (data.kv_heads, data.tokens) and scores.dtype == torch.float32
     for head in range(data.kv_heads):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache as kept
 from pathlib import Path
 
 import torch
@@ -127,7 +127,7 @@ def view_of(
     )
 
 
-@cache
+@kept
 def made_up_centres(heads: int, size: int, layers: int = 4) -> Path:
     """The file of a model's centres of queries, which lie further from 0 than from each other."""
     source = torch.Generator().manual_seed(heads * size)

@@ -86,9 +86,7 @@ def _answer_plan(
     return RetentionPlan((end,)).repeated(policy.schedule.every, later)
 
 
-def _answer_point(
-    policy: Policy, end: EvictionPoint, target: int, computed: int
-) -> EvictionPoint:
+def _answer_point(policy: Policy, end: EvictionPoint, target: int, computed: int) -> EvictionPoint:
     """Return what is kept after `computed` tokens: the prompt, and a mean of `target` behind it."""
     assert isinstance(policy.allocator, CurveAllocator)
     tokens, layers = computed - end.computed, end.num_layers

@@ -23,8 +23,8 @@ class Scorer(Component):
         evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
         needs_queries: `score` uses queries; the scheduler then puts the last `window` queries of a
             prompt into one chunk, with all keys in the cache.
-        keeps_queries: `score` uses queries of earlier steps too, which a hook of the scorer's keeps;
-            it may evict while generating.
+        keeps_queries: `score` uses queries of earlier steps too, which a hook of the scorer keeps,
+            so it may evict while generating.
         needs_positions: `score` uses the positions of keys, which are known at a request's first
             eviction only: survivors do not remember theirs. (Positions of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).

@@ -51,7 +51,7 @@ class EvictionBatch:
         keeps: `[S]` int32, tokens that stay.
         host_lens, host_dead_prefixes, host_keeps, host_query_ends: the same on the host.
         num_queries: of each request in `call.query`; None: all of the step's.
-        has_all_queries: whether each request has as many; else those of short chunks have fewer.
+        has_all_queries: whether each request has as many, whatever its chunk.
     """
 
     call: AttentionInputs
@@ -211,10 +211,7 @@ class EvictionBatch:
     # One request at a time ------------------------------------------------------------------------
 
     def with_queries(self, queries: torch.Tensor) -> EvictionBatch:
-        """Return the batch with queries of several steps, `[S, W, H, D]`, in place of this step's.
-
-        The last one of each request stands at its last token.
-        """
+        """Return the batch with other queries, `[S, W, H, D]`: each request's W last ones."""
         rows, count = queries.shape[:2]
         ends = count * np.arange(1, rows + 1, dtype=np.int32)
         return replace(

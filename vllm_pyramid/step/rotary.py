@@ -63,7 +63,9 @@ class Rotary:
             return torch.hypot(*turned.chunk(2, dim=-1))
         return torch.hypot(turned[..., ::2], turned[..., 1::2])
 
-    def mean_turn_ahead(self, x: torch.Tensor, position: int, offsets: torch.Tensor) -> torch.Tensor:
+    def mean_turn_ahead(
+        self, x: torch.Tensor, position: int, offsets: torch.Tensor
+    ) -> torch.Tensor:
         """Return the mean of `x`, `[..., D]`, rotated to `position` and each offset ahead of it.
 
         Other than `mean_turn` it is exact behind the table's end.

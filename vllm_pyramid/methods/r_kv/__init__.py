@@ -7,10 +7,11 @@ is generated.
     computed tokens   n ........ n + 128 ........ n + 256 ...     n: the prompt
     a layer holds     n          + 128            n + budget + 128, back to n + budget ...
 
-- **Where it differs from the authors' code.** That evicts prompts too, as `{"schedule.prompt":
-  "evict"}` does here. Evictions come every 128 tokens behind the prompt, theirs at multiples of 128.
+- **Where it differs from the authors' code.** That evicts prompts too; here `{"schedule.prompt":
+  "evict"}` does. Evictions come every 128 tokens behind the prompt, theirs at multiples of 128.
   Their servers choose one set of tokens for all layers and heads; here each KV head chooses, as in
-  their code for Transformers.
+  their code for Transformers. Beside a prompt that stays, both parts of a score look at the answer
+  alone.
 - **Cost.** The last `window` queries of each request before an eviction are kept apart from the
   cache: `--max-num-seqs` x layers x `window` x heads x head size numbers. Redundancy compares all
   pairs of keys that may be evicted; on a CPU, a key that has a similar one among the latest is
@@ -39,14 +40,14 @@ _TINY = 1e-8  # beside the length of a key
 class RKVScorer(Scorer):
     """R-KV: keep keys that are looked at and that no later key repeats.
 
-    Scores a key by `mix * importance - (1 - mix) * redundancy` (arXiv:2505.24133, section 3).
-    Importance is the mean over the window's queries of the softmax over the keys before the window,
-    of the largest logit of the query heads of a group, max-pooled over `kernel_size` keys.
-    Redundancy is a softmax over the keys of their mean cosine with the others of their head; of the
-    keys whose cosine with a key exceeds `threshold`, the latest one is not reproached for it.
+    Scores a key by `mix * importance - (1 - mix) * redundancy` (arXiv:2505.24133). Importance is
+    the mean over the window's queries of the softmax over the keys before the window, of the
+    largest logit of the query heads of a group, max-pooled over `kernel_size` keys. Redundancy is a
+    softmax over the keys of their mean cosine with the others of their head. Of the keys whose
+    cosine with a key exceeds `threshold` the latest one is spared: that cosine does not count.
 
     Attributes:
-        mix: the share of importance; the paper 0.1, the authors' code 0.07.
+        mix: the share of importance, the paper's lambda; 0.07 by default in the authors' code.
         kernel_size: keys that importance is pooled over; odd.
         threshold: of the cosine of similar keys.
     """

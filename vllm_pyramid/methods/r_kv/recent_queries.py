@@ -57,6 +57,7 @@ class RecentQueries(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         )
         layers, size = len(context.specs), context.specs[0].head_size
         self._shape = layers, slots, policy.window, heads, size
+        assert isinstance(model.dtype, torch.dtype), "vLLM has resolved it"
         self._dtype = model.dtype
         self._place_of_layer = {spec.layer_idx: i for i, spec in enumerate(context.specs)}
         self.queries = torch.empty(0)
@@ -73,9 +74,7 @@ class RecentQueries(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def allocate(self, num_blocks: int) -> None:
         self.queries = torch.empty(0)  # two generations never exist together
         with torch.inference_mode(False):
-            self.queries = torch.zeros(
-                self._shape, dtype=self._dtype, device=self.context.device
-            )
+            self.queries = torch.zeros(self._shape, dtype=self._dtype, device=self.context.device)
         self._slots, self._held = {}, {}
         self._free = list(range(self._shape[1]))
 
