@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.policy.policy import Policy
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 _ARRAYS = ("mean", "length")
@@ -81,7 +82,7 @@ class Centres(NamedTuple):
         np.savez(path, mean=self.mean.numpy(), length=self.length.numpy(), **more)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1024)  # layers
 def _centres(name: str, layer: int, device: torch.device) -> Centres:
     """Return the centres of a layer, `[H, ...]`, on a device."""
     found = _all_centres(name)
@@ -147,6 +148,14 @@ class TriAttentionScorer(Scorer):
             deviation = scores.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)
             scores = (scores - scores.mean(dim=-1, keepdim=True)) / deviation
         return scores.amax(dim=1)
+
+    def compiled(self, batch: EvictionBatch) -> torch.Tensor:
+        """Read the rotary embedding's frequencies and the centres, for which a host waits."""
+        if (rotary := batch.call.rotary) is not None:
+            _ = rotary.frequencies
+        if self.centres is not None:
+            _centres(self.centres, batch.call.layer, batch.call.query.device)
+        return super().compiled(batch)
 
     def probed(self, inputs: ScorerInputs) -> None:
         """Return None: centres are a model's, and the request is made up."""
