@@ -274,6 +274,9 @@ class Worker:
         )
         self.random = torch.Generator().manual_seed(1)
         rotary = Rotary(device.put(cos_sin(SIZE, 4096)))
+        if policy.scorer.looks_ahead:  # read when layers are bound
+            _ = rotary.frequencies
+            getattr(device, "waits", []).clear()
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
         step_end = None
         if at_step_end:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.eviction_batch import EvictionBatch
     from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 _ARRAYS = ("mean", "length")
@@ -85,8 +84,9 @@ class Centres(NamedTuple):
 @lru_cache(maxsize=1024)  # layers
 def _centres(name: str, layer: int, device: torch.device) -> Centres:
     """Return the centres of a layer, `[H, ...]`, on a device."""
-    found = _all_centres(name)
-    return Centres(*(array[layer].to(device) for array in found))
+    from vllm_pyramid.step.upload import upload
+
+    return Centres(*(upload(array[layer].numpy(), device) for array in _all_centres(name)))
 
 
 @lru_cache(maxsize=2)
@@ -111,6 +111,7 @@ class TriAttentionScorer(Scorer):
 
     in_parts: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
     kind: Literal["triattention"] = "triattention"
     centres: str | None = None
     farthest: int = Field(default=65536, ge=1, lt=2**31)
@@ -148,14 +149,6 @@ class TriAttentionScorer(Scorer):
             deviation = scores.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)
             scores = (scores - scores.mean(dim=-1, keepdim=True)) / deviation
         return scores.amax(dim=1)
-
-    def compiled(self, batch: EvictionBatch) -> torch.Tensor:
-        """Read the rotary embedding's frequencies and the centres, for which a host waits."""
-        if (rotary := batch.call.rotary) is not None:
-            _ = rotary.frequencies
-        if self.centres is not None:
-            _centres(self.centres, batch.call.layer, batch.call.query.device)
-        return super().compiled(batch)
 
     def probed(self, inputs: ScorerInputs) -> None:
         """Return None: centres are a model's, and the request is made up."""

@@ -44,13 +44,14 @@ class Rotary:
         Raises:
             ValueError: the angles are not proportional to the positions.
         """
-        cos, sin = (part.double() for part in self.cos_sin.chunk(2, dim=-1))
-        angle = torch.atan2(sin, cos)
-        found, position = angle[1], 1
-        while 2 * position < len(angle):
-            position *= 2
-            turns = torch.round((position * found - angle[position]) / (2 * torch.pi))
-            better = (angle[position] + 2 * torch.pi * turns) / position
+        positions = [2**i for i in range((len(self.cos_sin) - 1).bit_length() - 1)]
+        rows = torch.stack([self.cos_sin[position] for position in positions])
+        cos, sin = (part.double() for part in rows.chunk(2, dim=-1))
+        angles = torch.atan2(sin, cos)
+        found = angles[0]
+        for position, angle in zip(positions, angles, strict=True):
+            turns = torch.round((position * found - angle) / (2 * torch.pi))
+            better = (angle + 2 * torch.pi * turns) / position
             if ((better - found).abs() * position > _ROUNDED).any():
                 raise ValueError("the angles of its rotary embedding do not grow by position alone")
             found = better

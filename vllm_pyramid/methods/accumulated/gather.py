@@ -177,7 +177,13 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         if batch.policy.scorer != self.scorer:
             return None  # another scorer has evictions inside the prompt, or at its end
         entries = -(-batch.longest // self.pages.shape[2])
-        return self.shared(self.gathered(batch.tables[:, :entries])) * self.scorer.sign
+        mass = self.gathered(batch.tables[:, :entries])
+        if self.policy.schedule.keeps_prompts:
+            # Others may have written there, a request with NaN among them.
+            starts = batch.evictions.prompt_lens[batch.shortened] + batch.host_dead_prefixes
+            columns = torch.arange(mass.shape[2], device=mass.device)
+            mass.masked_fill_((columns < upload(starts, mass.device)[:, None])[:, None], 0.0)
+        return self.shared(mass) * self.scorer.sign
 
     def shared(self, mass: torch.Tensor) -> torch.Tensor:
         """Return what the heads of a layer choose by, `[S, G, T]` to the same: each its own."""

@@ -149,17 +149,15 @@ def latest_similar(unit: torch.Tensor, threshold: float) -> torch.Tensor:
         rows = torch.arange(tokens, device=unit.device)
         for end in range(tokens, 0, -_TILE):
             start = max(end - _TILE, 0)
-            first, last = start, end  # of the rows that are among the columns
-            if unit.device.type == "cpu":
-                first, last = torch.searchsorted(rows, torch.tensor([start, end])).tolist()
             cosines = own[rows] @ own[start:end].T
-            among = rows[first:last]
-            cosines[torch.arange(first, last, device=among.device), among - start] = -2.0
             columns = torch.arange(start, end, dtype=torch.float32, device=unit.device)
             if unit.device.type != "cpu":  # the host does not wait for an answer
+                cosines[start:end].diagonal().fill_(-2.0)  # of keys with themselves
                 found = torch.where(cosines > threshold, columns, 0.0).amax(dim=-1).long()
                 latest[head] = torch.where(latest[head] > 0, latest[head], found)
                 continue
+            first, last = torch.searchsorted(rows, torch.tensor([start, end])).tolist()
+            cosines[torch.arange(first, last), rows[first:last] - start] = -2.0
             similar = cosines.amax(dim=-1) > threshold
             found = torch.where(cosines[similar] > threshold, columns, 0.0).amax(dim=-1)
             latest[head, rows[similar]] = found.long()
