@@ -17,6 +17,7 @@ import torch
 from vllm.model_executor.models.llama import LlamaModel
 
 from tests.kernels.every_kernel import contracts_of
+from tests.methods.views import cos_sin, made_up_centres
 from tests.plans import THINS
 from tests.plumbing.stand_ins import LateCopies
 from tests.pretended_device import data_of
@@ -35,6 +36,7 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.pages.kernels.contract import PageOps
+from vllm_pyramid.methods.triattention import TriAttentionScorer
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -271,7 +273,10 @@ class Worker:
             HeldTables([device.put(table) for table in self.held]) if held else None,
         )
         self.random = torch.Generator().manual_seed(1)
-        rotary = Rotary(device.put(torch.rand(4096, SIZE, generator=self.random)))
+        rotary = Rotary(device.put(cos_sin(SIZE, 4096)))
+        if policy.scorer.looks_ahead:  # read when layers are bound
+            _ = rotary.frequencies
+            getattr(device, "waits", []).clear()
         deferred = DeferredEviction.of(policy, self.hooks, self.layers)
         step_end = None
         if at_step_end:
@@ -543,6 +548,10 @@ def policies() -> list[Policy]:
                 args["scorer.queries"] = 4
             if policy.window:
                 args["window"] = 16
+            if policy.schedule.keeps_prompts:  # else a prompt's end evicts nothing
+                args |= {"schedule.prompt": "evict", "window": 4}
+            if isinstance(policy.scorer, TriAttentionScorer):
+                args["centres"] = str(made_up_centres(HEADS, SIZE))
             found.append(load_policy(name, "40", args=args))
     inside = {"window": 8, "chunk": {"tokens": 48, "keep": 24, "scorer": "keydiff"}}
     goal = load_policy("xkv", args={"window": 8, "retention": 0.5})

@@ -127,8 +127,8 @@ def chunks_change_nothing(bench: Bench) -> None:
 
 
 def settings_of_requests_mix_in_a_batch(bench: Bench) -> None:
-    lengths = (140, 420)
-    jobs = [job for own in bench.settings() for job in bench.jobs(lengths, 6, **own)]
+    lengths, tokens = (140, 420), bench.case.tokens if bench.keeps_prompts else 6
+    jobs = [job for own in bench.settings() for job in bench.jobs(lengths, tokens, **own)]
     alone = [bench.engine.run([job])[0] for job in jobs]
     bench.check_same(bench.engine.run(fresh(jobs)), alone)
     kept = {str(one.report["kept_tokens"]) for one in alone if len(one.job.prompt) == 420}

@@ -44,7 +44,7 @@ def nan_ends_one_request(bench: Bench) -> None:
         outcomes = engine.run([cursed, *fresh(jobs)], poison)
     assert poisoned
     (ended,) = outcomes[0].output.outputs
-    assert ended.finish_reason == "error" and not ended.token_ids
+    assert ended.finish_reason == "error" and bool(ended.token_ids) == bench.keeps_prompts
     bench.check_same(outcomes[1:], alone)
     engine.shuffle_blocks()
     bench.check_same(engine.run(fresh(jobs)), alone)  # in blocks that hold NaN
@@ -94,7 +94,7 @@ def a_raising_scorer_ends_one_request(bench: Bench) -> None:
         outcomes = engine.run([*fresh(jobs)[:3], cursed, late])
     assert raised and set(raised) == {1}, "it came to its eviction alone"
     (ended,) = outcomes[3].output.outputs
-    assert ended.finish_reason == "error" and not ended.token_ids
+    assert ended.finish_reason == "error" and bool(ended.token_ids) == bench.keeps_prompts
     bench.check_same([*outcomes[:3], outcomes[4]], alone)
 
 

@@ -76,6 +76,11 @@ class Bench:
         policy: Policy = self.engine.scheduler.pyramid.policy
         return policy
 
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether answers alone are evicted from: the first eviction comes behind some tokens."""
+        return self.policy.schedule.keeps_prompts
+
     def jobs(self, lengths: Sequence[int] = LENGTHS, tokens: int = 0, **own: Any) -> list[Job]:
         params = greedy(tokens or self.case.tokens, logprobs=2, **own)
         return fresh([Job(prompt, params) for prompt in random_prompts(lengths, seed=5)])

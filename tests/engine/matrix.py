@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.engine.models import SHAPES, write_centres
+
 MODEL, BLOCK = "mistral", 16
 # Without any setting of a policy.
 ENGINE: dict[str, Any] = {
@@ -76,6 +78,9 @@ class Case:
             found["kv_budget"] = self.budget
         if self.args:
             found["kv_policy_args"] = self.args
+        if "centres" in self.args:
+            file = write_centres(folder, SHAPES[self.model])
+            found["kv_policy_args"] = {**self.args, "centres": str(file)}
         if self.evicts and self.traced:
             found["kv_trace"] = str(folder)
         return found
@@ -94,6 +99,12 @@ def inside(budget: int, args: dict[str, Any], **changes: Any) -> Case:
 def gathers(budget: int, args: dict[str, Any], **changes: Any) -> Case:
     """Return the row of a policy that adds up attention, and evicts what is generated too."""
     return Case(budget, args, tokens=60, shares=False, resumes=False, **changes)
+
+
+def of_answers(budget: int, args: dict[str, Any], **changes: Any) -> Case:
+    """Return the row of a policy that keeps prompts whole, and evicts what is generated."""
+    own = {"kv_budget": budget + 8}, {"kv_budget": 2 * budget}
+    return Case(budget, args, **{"own": own, "tokens": 60, "resumes": False, **changes})
 
 
 def of_heads(**changes: Any) -> Case:
@@ -139,6 +150,9 @@ CASES: dict[str, Case] = {
     "h2o": gathers(40, {"interval": 32}, core=True),
     "scissorhands": gathers(40, {"interval": 48, "queries": 30, "window": 4}),
     "keyformer": gathers(64, {"interval": 16}),
+    # While generating alone.
+    "r-kv": of_answers(16, {"interval": 16, "window": 8}, core=True),
+    "triattention": of_answers(16, {"interval": 16, "window": 8, "centres": "made up"}),
     # Pages.
     "select": keeps_all(args={"attend": _ATTEND}, **_PAGES, core=True),
     "quest": keeps_all(args={"attend.budget": 96}, **_PAGES),
@@ -221,6 +235,17 @@ BESIDE: dict[str, Case] = {
         {"chunk.tokens": 64, "chunk.keep": 48, "chunk.scorer": None, "schedule": "prompt_end"},
         policy="h2o",
         shares=False,
+    ),
+    "h2o, the prompt stays": of_answers(
+        16, {"interval": 16, "schedule.prompt": "keep"}, policy="h2o", core=True
+    ),
+    "scissorhands, the prompt stays": of_answers(
+        16,
+        {"interval": 16, "queries": 12, "window": 4, "schedule.prompt": "keep"},
+        policy="scissorhands",
+    ),
+    "r-kv, the prompt too": Case(
+        64, {"interval": 48, "schedule.prompt": "evict"}, policy="r-kv", tokens=60, resumes=False
     ),
     # The paper's own: one token in, one out.
     "h2o, every token": gathers(

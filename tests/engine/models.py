@@ -112,3 +112,20 @@ def write_model(name: str, folder: Path) -> Path:
             weight.normal_(0.0, std, generator=generator)
     model.save_pretrained(folder)
     return folder
+
+
+def write_centres(folder: Path, shape: tuple[str, dict[str, Any]]) -> Path:
+    """Write centres of queries, made up, for a model of a shape; return the file."""
+    import torch
+
+    from vllm_pyramid.methods.triattention import Centres
+
+    heads = shape[1]["num_attention_heads"]
+    size = shape[1].get("head_dim", HIDDEN_SIZE // heads)
+    source = torch.Generator().manual_seed(7)
+    mean = torch.randn(_COMMON["num_hidden_layers"], heads, size, generator=source)
+    length = mean.unflatten(-1, (2, -1)).norm(dim=2) * 1.3 + 0.2
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "centres.npz"
+    Centres(mean, length).write(file)
+    return file

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -147,12 +148,16 @@ def check_evictions(
                 assert (kept.sum(dim=1).numpy() == of_heads).all()
             if not (kept < there).any() or (before is not None and _sums_noise(chooses)):
                 continue
-            scores, off = _scores(chooses, model, layer, there, start, point)
-            for head, (row, was, stays) in enumerate(zip(scores, there, kept, strict=True)):
+            shown, whole = there.clone(), n if chooses.schedule.keeps_prompts else 0
+            shown[:, :whole] = False
+            assert kept[:, :whole].all(), "a prompt that stays was evicted from"
+            scores, off = _scores(chooses, model, layer, shown, start, point)
+            for head, (row, was, stays) in enumerate(zip(scores, shown, kept, strict=True)):
                 first, last = chooses.sinks, chooses.window
                 if at is not None:
                     lane = lanes[head] if engine.tables_per_layer > 1 else layer
                     first, last = max(first, at.front[lane]), max(last, at.recent[lane])
+                first = max(first - whole, 0)
                 off_of = off[head] if off is not None else None
                 evicted += _check_best(row, stays[was], first, last, off_of)
         before, start = layers, point
@@ -200,6 +205,7 @@ def _scores(
         sinks=policy.sinks,
         layer=layer,
     )
+    view = replace(view, last_position=point - 1)
     assert heads == view.num_kv_heads
     return (scorer.observe(view) if gathers else scorer.score(view)), None
 

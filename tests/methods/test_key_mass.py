@@ -238,6 +238,38 @@ def test_smallest_counts_stay_and_older_ones_of_equals() -> None:
     assert policy.selector.kept(scores, batch).tolist() == [[[1, 2, 4, 6]]]
 
 
+def test_sums_of_a_prompt_that_stays_are_others_too() -> None:
+    """Another request's NaN in a shared block is no score of this one; what stays is the prompt."""
+    policy = load_policy(
+        "h2o", 3, {"interval": 4, "schedule.prompt": "keep", "recent": 0.0, "allocator": "uniform"}
+    )
+    mass = make_mass(policy, 6, heads=1)
+    mass.pages[[2, 4]] = torch.nan  # of the prompt's 6 tokens, and 2 of the answer's
+    mass.pages[4, 0, 2:] = torch.tensor([0.5, 4.0])
+    mass.pages[1, 0] = torch.tensor([3.0, 0.1, 2.0, 1.0])
+    point = policy.plan(6, 1, BLOCK).after(3)
+    assert point.computed == 14 and point.in_place == BLOCK
+    mass.pages[3, 0, :2] = torch.tensor([0.2, 0.3])
+    evictions = make_evictions([14], plans=[point], block_size=BLOCK)
+    evictions.prompt_lens = np.array([6], np.int32)
+    tables = torch.tensor([[2, 4, 1, 3]], dtype=torch.int32)
+    cache = torch.arange(6 * BLOCK * 8.0).view(6, 1, BLOCK, 8)
+    call = make_call(tables, ops=cpu, caches=(cache, cache.clone()))
+    batch = evictions.batch(call, policy, np.array([0]))
+    scores = mass.score(batch)
+    assert scores is not None and scores.isfinite().all()
+    kept = policy.selector.kept(scores, batch)
+    # Whole blocks go: of 8 generated tokens 4 go, and the best 4 stay behind the prompt.
+    assert kept.tolist() == [[[0, 1, 2, 3, 4, 5, 7, 8, 10, 11]]]
+    batch.compact(kept)
+    mass.after_compact(batch, kept)
+    # The first block stays where it is; its entry goes to the place behind the head.
+    places = torch.arange(8, 14)
+    found = mass.pages[tables[0, places // BLOCK].long(), 0, places % BLOCK]
+    assert found[2:].tolist() == [4.0, 3.0, 2.0, 1.0]
+    assert mass.pages[2].isnan().all()
+
+
 def test_a_group_is_marked_once_for_all_heads() -> None:
     """The best of the leaving group by the sum over the heads, ties to the lower position."""
     args = {"schedule": "thin_generated", "gen_interval": 3, "gen_window": 6}

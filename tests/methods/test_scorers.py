@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.methods.views import MadeUp
+from tests.methods.views import MadeUp, ready
 from vllm_pyramid.methods import noise
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.noise import uniform
@@ -250,8 +250,8 @@ SCORING = [
 
 @pytest.mark.parametrize("kind", SCORING)
 def test_dead_tokens_and_the_order_of_pages_change_nothing(kind: str) -> None:
-    scorer = parse_component(Scorer, kind)
     data = MadeUp()
+    scorer = ready(parse_component(Scorer, kind), data.heads, data.size)
     plain, moved = data.view(4 * WINDOW, SINKS), data.view(4 * WINDOW, SINKS, start=5)
     torch.testing.assert_close(scorer.score(plain), scorer.score(moved))
 

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
+from functools import cache as kept
+from pathlib import Path
 
 import torch
 
+from vllm_pyramid.methods.triattention import Centres, TriAttentionScorer
+from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
@@ -120,3 +125,21 @@ def view_of(
         asks_ranks=True,
         logit_sinks=logit_sinks,
     )
+
+
+@kept
+def made_up_centres(heads: int, size: int, layers: int = 4) -> Path:
+    """The file of a model's centres of queries, which lie further from 0 than from each other."""
+    source = torch.Generator().manual_seed(heads * size)
+    mean = torch.randn(layers, heads, size, generator=source)
+    length = mean.unflatten(-1, (2, -1)).norm(dim=2) * 1.3 + 0.2
+    file = Path(tempfile.mkdtemp(prefix="centres")) / "centres.npz"
+    Centres(mean, length).write(file)
+    return file
+
+
+def ready(scorer: Scorer, heads: int, size: int) -> Scorer:
+    """A scorer with what it must have measured of a model."""
+    if not isinstance(scorer, TriAttentionScorer):
+        return scorer
+    return scorer.model_copy(update={"centres": str(made_up_centres(heads, size))})

@@ -252,3 +252,16 @@ def test_turns_within_the_limit_are_served(data: st.DataObject) -> None:
         for floor in (0, 256):
             asked = {**own, **template, "kv_turns": turns}
             check_kept(overrides, asked, length, args={"min_tokens": floor})
+
+
+@pytest.mark.parametrize("extra", [{"kv_budget": 300}, {"kv_policy": "full"}])
+def test_where_prompts_stay_the_answer_is_limited(extra: dict[str, Any]) -> None:
+    """However long the prompt is: the server keeps all of it by itself."""
+    limited = RequestOverrides(max_budget=200)
+    keeps = {"policy": "h2o", "budget": 100, "args": {"schedule.prompt": "keep"}}
+    for prompt_len in (50, 5000):
+        for fitting in ({}, {"kv_budget": 200}, {"kv_keep": [0, 40]}):
+            check_kept(limited, fitting, prompt_len, max_tokens=900, **keeps)
+        check_kept(limited, extra, prompt_len, max_tokens=200, **keeps)  # no more is generated
+        with pytest.raises(ValueError, match=r"would keep \d+ of 900 tokens .* allows 200"):
+            check_kept(limited, extra, prompt_len, max_tokens=900, **keeps)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.plan import EvictionPoint, IntArray, LevelPlan, RetentionPlan
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.schedules import IntervalSchedule
 
 pytestmark = pytest.mark.cpu
@@ -83,6 +84,42 @@ def test_a_short_prompt_grows_until_the_budget() -> None:
     assert held == [100, 164, 212, 212, 212]
 
 
+@settings(deadline=None)
+@given(
+    prompt_len=st.integers(0, 400),
+    budget=st.integers(9, 300),
+    interval=st.integers(8, 100),
+    allocator=st.sampled_from(["uniform", "arithmetic"]),
+    layers=st.integers(1, 9),
+    name=st.sampled_from(["h2o", "r-kv", "streaming-llm"]),
+)
+def test_a_prompt_that_stays_is_held_beside_the_budget(
+    prompt_len: int, budget: int, interval: int, allocator: str, layers: int, name: str
+) -> None:
+    """Its blocks are never written to, and answers keep what prompts of their length would."""
+    args = {"schedule": {"kind": "interval", "interval": interval, "prompt": "keep"}}
+    args |= {"allocator": allocator, "sinks": 0}
+    plan = plan_of(name, budget, args, prompt_len, layers, 16)
+    blocks = prompt_len // 16 * 16
+    assert plan.untouched == plan.in_place == blocks and plan.evicts
+    assert plan.exact_tokens == prompt_len and not plan.end.skip.any()
+    before = plan.end.skip
+    for number in range(2, 12):
+        point, answer = plan.after(number), (number - 1) * interval
+        assert point.computed == plan.computed_at(number) == prompt_len + answer
+        assert point.keep.sum() == (prompt_len + min(budget, answer)) * layers
+        assert (point.front == prompt_len).all() and point.in_place == blocks
+        assert (point.held - prompt_len >= np.minimum(point.keep - prompt_len, answer)).all()
+        assert (point.held - point.keep < 16).all() and not (point.skip % 16).any()
+        assert (point.skip >= before).all(), "a layer would have to keep what is gone"
+        assert (point.recent <= point.keep - prompt_len).all()
+        assert point.budget_tokens == min(budget, answer) and point.protected == prompt_len
+        before = point.skip
+    # Neither spans nor turns of a prompt change a plan that keeps all of it.
+    policy = load_policy(name, budget, args)
+    assert policy.plan(prompt_len, layers, 16, spans=((0, 5),)).untouched == blocks
+
+
 class Groups(IntervalSchedule):
     """As PyramidInfer: the prompt's tokens stay, a share of what is generated is added to them."""
 
@@ -126,12 +163,43 @@ def test_a_schedule_may_set_lengths_and_protect_tokens() -> None:
         ("snapkv", {"schedule": "pressure", "schedule.levels": ["25%", "50%"]}, "that fall"),
         ("snapkv", {"schedule": "pressure", "schedule.levels": ["50%", "100"]}, "shares of the"),
         ("snapkv", {"schedule": "pressure", "chunk.tokens": 256}, "`chunk: points` cannot evict"),
+        ("h2o", {"schedule.prompt": "keep", "fill_blocks": False}, "moves tokens by less than a"),
+        ("h2o", {"schedule.prompt": "keep", "sinks": 4}, "leave sinks out"),
+        ("h2o", {"schedule.prompt": "keep", "values": "host"}, "`values: host` was not tried"),
+        ("h2o", {"schedule.prompt": "keep", "chunk.tokens": 512}, "`chunk: points` was not tried"),
+        ("r-kv", {"window": 129}, "at most the interval, 128, not 129"),
+        ("r-kv", {"window": 0}, "must be at least 1"),
+        ("r-kv", {"kernel_size": 6}, "kernel_size must be odd"),
+        (
+            "r-kv",
+            {"schedule": "prompt_end", "chunk.tokens": 64, "chunk.scorer": None},
+            "choose another chunk.scorer",
+        ),
         ("h2o", {"schedule": "hourly"}, "valid kinds: interval, pressure, prompt_end"),
     ],
 )
 def test_what_is_refused(policy: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_policy(policy, None, args)
+
+
+@pytest.mark.parametrize("name", ["r-kv", "triattention"])
+def test_a_share_of_a_prompt_that_stays_means_nothing(name: str) -> None:
+    with pytest.raises(ValueError, match=r"25% is a share of the prompt: give the number of gen"):
+        load_policy(name, "25%")
+
+
+def test_prompts_that_stay_are_shared() -> None:
+    """What scorers refuse for shared prompts, and schedules for protected ones, is lifted."""
+    refused = Feature.PREFIX_CACHING, Feature.KV_KEEP
+    evicting, keeping = load_policy("h2o"), load_policy("h2o", None, {"schedule.prompt": "keep"})
+    assert all(evicting.why_not(one) is not None for one in refused)
+    assert all(keeping.why_not(one) is None for one in refused)
+    assert "keeps prompts whole" in str(keeping.why_not(Feature.KV_TURNS))
+    assert "adds up" in str(keeping.why_not(Feature.HOST_CACHE))
+    assert load_policy("r-kv").why_not(Feature.HOST_CACHE) is None
+    assert keeping.min_last_chunk == load_policy("r-kv").min_last_chunk == 1
+    assert load_policy("r-kv", None, {"schedule.prompt": "evict"}).min_last_chunk == 8
 
 
 def test_who_works_in_every_step() -> None:

@@ -206,6 +206,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, prompts: list[Any]) -> None:
         for prompt_len, max_tokens, override, origin, salt, spans in prompts:
+            if self.scheduler.pyramid.policy.schedule.keeps_prompts and override == {
+                "kv_budget": "60%"
+            }:
+                override = {"kv_budget": 14}  # of the answer, so no share
             request_id = f"r{self.num_requests}"
             self.num_requests += 1
             if not self.setup.turns:  # where a conversation grows by itself
@@ -1329,6 +1333,44 @@ VARIANTS |= {
     "stages-shared-pressure": Setup(stages=(2, 1), prefix_caching=True, **PRESSURE),
 }
 
+# Prompts that stay, and are shared, while answers are evicted from.
+KEPT = ("schedule.prompt", "keep")
+VARIANTS |= {
+    "sync-shared-kept-later": Setup(
+        policy="h2o",
+        budget=9,
+        policy_args=(("interval", 3), KEPT, ("allocator", "arithmetic")),
+        prefix_caching=True,
+        **SMALL,
+    ),
+    "async-shared-kept-forecast-later": Setup(
+        policy="r-kv",
+        budget=6,
+        policy_args=(("interval", 5), ("window", 2)),
+        admission="forecast",
+        prefix_caching=True,
+        asynchronous=True,
+        **SMALL,
+    ),
+    "sync-shared-kept-beside-later": Setup(
+        policy="h2o",
+        budget=9,
+        policy_args=(("interval", 3), KEPT),
+        beside=CAUSAL,
+        prefix_caching=True,
+        **SMALL,
+    ),
+    "stages-async-shared-kept-later": Setup(
+        policy="scissorhands",
+        budget=9,
+        policy_args=(("interval", 4), ("queries", 3), ("window", 1), KEPT),
+        stages=(2, 1),
+        prefix_caching=True,
+        asynchronous=True,
+        **SMALL,
+    ),
+}
+
 # Fields of `Setup` that change numbers, and not which code runs.
 NUMBERS = (
     *("budget", "min_tokens", "further", "block_size", "num_layers", "max_model_len"),
@@ -1382,6 +1424,7 @@ def test_machine_sees_what_it_is_for(variant: str, seed: int) -> None:
         rare = "inside" in variant or (setup.lanes > 1 and "all" in variant)
         happenings += ["hits"] if rare else ["hits", "twins"]
         copies = "swapped" not in variant and (setup.lanes == 1 or "all" in variant)
+        copies = copies and "kept" not in variant
         happenings += ["copied"] if copies and "whole" not in variant else []
         happenings += ["left behind"] if copies else []
         happenings += ["to the end"] if setup.lanes > 1 and "all" not in variant else []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton.runtime import JITFunction
 
-from tests.methods.views import MadeUp, cos_sin
+from tests.methods.views import MadeUp, cos_sin, ready
 from tests.plumbing.peak_memory import peak_memory
 from tests.steps import make_call, make_evictions, make_tracker
 from vllm_pyramid.attention.evict import evict_layer
@@ -88,7 +88,7 @@ def test_parts_give_the_bits_of_the_whole(policy: Policy, heads: int) -> None:
     whole = made_up.view(policy.window, policy.sinks)
     parted = replace(whole, heads_at_once=1)
     assert len(list(parted.parts())) == 2
-    scorer = policy.scorer
+    scorer = ready(policy.scorer, 2 * heads, made_up.size)
     if isinstance(scorer, AccumulatingScorer):
         ours = torch.cat([scorer.observe(part) for part in parted.parts()])
         assert torch.equal(ours, scorer.observe(whole))
@@ -136,7 +136,8 @@ def test_copies_take_no_more_than_the_scorer_says(
     monkeypatch: pytest.MonkeyPatch, policy: Policy, group: int, size: int
 ) -> None:
     """The bound holds for a request that is scored whole, and for one that is scored in parts."""
-    scorer, tokens, heads = policy.scorer, 2000, 6
+    tokens, heads = 2000, 6
+    scorer = ready(policy.scorer, heads * group, size)
     of_head = 4 * tokens * scorer.floats_per_key(policy, size, group)
     for at_once in (heads, 2):
         monkeypatch.setattr(eviction_memory, "COPIES_BYTES", at_once * of_head)

@@ -272,8 +272,9 @@ class KVSettings:
 
     @property
     def _turn_mode(self) -> str:
-        waits = self._loaded_policy.schedule.waits_for_orders
-        return self.kv_turn_mode or (EXACT if waits else RESUME)
+        schedule = self._loaded_policy.schedule
+        is_exact = schedule.waits_for_orders or schedule.keeps_prompts
+        return self.kv_turn_mode or (EXACT if is_exact else RESUME)
 
     @cached_property
     def _overrides(self) -> RequestOverrides:

@@ -131,6 +131,8 @@ Used: TypeAlias = Mapping[Feature, str]
 # do, where that is not what the feature says.
 Declared: TypeAlias = dict[Feature | tuple[Feature, ...], str | tuple[str, str]]
 Unsupported: TypeAlias = Mapping[Feature | tuple[Feature, ...], str | tuple[str, str]]
+# What scorers refuse since shared prompts come without what they would be evicted by.
+_OF_EVICTED_PROMPTS = (Feature.PREFIX_CACHING, Feature.KV_TURNS)
 # Without `fill_blocks`.
 _PARTLY_FILLED: Unsupported = {
     Feature.KV_TURNS: "later evictions score whole blocks",
@@ -204,7 +206,10 @@ def refusals_of(policy: Policy) -> tuple[Refusal, ...]:
     partly = policy.evicts and not policy.fill_blocks
     rows = [*refusals(_PARTLY_FILLED, "fill_blocks: false")] if partly else []
     for part in policy.parts:
-        rows += refusals(unsupported_by(part), f"{part.section}: {part.kind}")
+        declared = unsupported_by(part)
+        if part is policy.scorer and policy.schedule.keeps_prompts:
+            declared = {key: why for key, why in declared.items() if key not in _OF_EVICTED_PROMPTS}
+        rows += refusals(declared, f"{part.section}: {part.kind}")
         for name, value in part:
             if hasattr(value, "unsupported"):
                 rows += refusals(unsupported_by(value), f"{part.section}.{name}: {value.kind}")

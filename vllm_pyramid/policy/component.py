@@ -156,6 +156,14 @@ class Component(BaseModel):
         """
         return type(self).worker_hooks is Component.worker_hooks
 
+    @property
+    def leaves_fronts(self) -> bool:
+        """Return whether what this part does at evictions leaves the blocks in place alone.
+
+        That is `EvictionPoint.in_place`. A part without hooks in a worker does.
+        """
+        return self.works_with_orders
+
     # When an engine starts or a request comes ---------------------------------------------------
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:

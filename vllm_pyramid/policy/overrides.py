@@ -144,9 +144,12 @@ class RequestOverrides:
         """
         if self._limit is None:
             return
-        # A policy that also evicts generated tokens holds a whole sequence to its budget.
-        longest = prompt_len + (max_tokens if policy.schedule.every else 0)
-        for length in (prompt_len, longest):
+        # A policy that also evicts generated tokens holds a whole sequence to its budget, or the
+        # answer alone where every prompt stays.
+        lengths = [prompt_len, prompt_len + (max_tokens if policy.schedule.every else 0)]
+        if policy.schedule.keeps_prompts:
+            lengths, served = [max_tokens], served._replace(keep=(), template=())
+        for length in lengths:
             kept = _kept(served.policy, served.budget, length, served.keep)
             usual = _kept(policy, None, length, served.template)
             most = max(usual, _limited(policy, self._limit, length, served.template))

@@ -8,6 +8,8 @@ a message.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ import numpy as np
 
 from vllm_pyramid.plan import (
     Budget,
+    EvictionPoint,
     IntArray,
     LevelPlan,
     Plan,
@@ -24,6 +27,8 @@ from vllm_pyramid.plan import (
     with_turns,
 )
 from vllm_pyramid.plan.cache import cached_by_bytes
+from vllm_pyramid.plan.eviction_point import read_only
+from vllm_pyramid.policy.allocator import CurveAllocator, point_of_tokens
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.kept_spans import Spans, end_plan, end_points, stays_in_place
 from vllm_pyramid.policy.limits import CACHE_BYTES, FREE_EVICTIONS, TOKENS_PER_EVICTION
@@ -52,6 +57,8 @@ def plan_prompt(
     if of_heads is not None:
         assert not turns and not spans, "refused by the part's `unsupported`"
         return of_heads
+    if policy.schedule.keeps_prompts:
+        return _answer_plan(policy, prompt_len, num_layers, block_size, budget)
     *may_evict, may_end = affordable((*turns, prompt_len), FREE_EVICTIONS, TOKENS_PER_EVICTION)
     evicting = list(compress(turns, may_evict))
     in_place = stays_in_place(policy, min((*evicting, prompt_len)), block_size, spans)
@@ -63,6 +70,30 @@ def plan_prompt(
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
     points = end_points(policy, evicting, num_layers, block_size, budget, spans, in_place)
     return with_turns(plan, points, policy.min_turn, ends_with_eviction=may_end)
+
+
+def _answer_plan(
+    policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
+) -> RetentionPlan:
+    """Return the plan of a request whose prompt stays whole; the budget is one of its answer.
+
+    Turns and spans change nothing: they are parts of the prompt.
+    """
+    whole = np.full(num_layers, prompt_len)
+    end = EvictionPoint.of(prompt_len, block_size, prompt_len, whole, True, front=prompt_len)
+    end = replace(end, in_place=prompt_len // block_size * block_size)
+    later = partial(_answer_point, policy, end, budget.floor(policy.min_budget))
+    return RetentionPlan((end,)).repeated(policy.schedule.every, later)
+
+
+def _answer_point(policy: Policy, end: EvictionPoint, target: int, computed: int) -> EvictionPoint:
+    """Return what is kept after `computed` tokens: the prompt, and a mean of `target` behind it."""
+    assert isinstance(policy.allocator, CurveAllocator)
+    tokens, layers = computed - end.computed, end.num_layers
+    mean = min(target, tokens)
+    point = point_of_tokens(policy, policy.allocator, tokens, layers, end.block_size, mean)
+    beside = point.beside(end.computed, end.in_place)
+    return replace(beside, front=read_only(np.full(layers, end.computed)))
 
 
 def _level_plan(

@@ -201,7 +201,8 @@ class Policy(BaseModel):
         Policies that work in every step run without such graphs.
         """
         if self.works_in_every_step:
-            return self.window if self.scorer.needs_queries else 1
+            looks_back = self.scorer.needs_queries or self.scorer.keeps_queries
+            return self.window if looks_back and not self.schedule.keeps_prompts else 1
         return max(self.window, 2) if self.scorer.needs_queries else 2
 
     @property

@@ -9,6 +9,12 @@ lengths are pure functions of the prompt's plan and the number of computed token
 and every worker agree without a message, and a preempted request evicts at the same points when it
 is computed again.
 
+With `interval` and `prompt: keep` the prompt stays whole and in its blocks, which other requests
+may share, and the budget bounds what is generated:
+
+    computed tokens   0 ........ n ........ n + i ........ n + 2 i ...
+    held              n          n + i      n + budget + i, back to n + budget, + i, ...
+
 With `pressure` nothing is evicted until the pool lacks blocks; the scheduler then orders evictions
 (`scheduler/pressure.py`), which the workers carry out before a step (`worker/late_evictions.py`).
 """
@@ -48,6 +54,14 @@ class Schedule(Component):
         return False
 
     @property
+    def keeps_prompts(self) -> bool:
+        """Whether prompts stay whole, and the budget is one of what is generated.
+
+        Scorers are then shown what stands behind the prompt alone.
+        """
+        return False
+
+    @property
     def budgets_above(self) -> tuple[Budget, ...]:
         """The budgets of orders above the policy's own, from the most tokens to the fewest."""
         return ()
@@ -61,6 +75,8 @@ class Schedule(Component):
     def unsupported(self) -> Unsupported:
         if not self.every:
             return {}
+        if self.keeps_prompts:
+            return {Feature.KV_TURNS: "it keeps prompts whole, so no turn's end is evicted from"}
         why = "it also evicts generated tokens"
         return {
             Feature.KV_TURNS: why,
@@ -100,16 +116,50 @@ class IntervalSchedule(Schedule):
     A layer never holds more than its budget, `interval` tokens and a block. A request loses nothing
     until it is longer than its budget.
 
+    With `prompt: keep` the prompt is held beside the budget: it stays exact, in blocks that other
+    requests share as without a policy. Tokens are then those of the whole cache until the first
+    eviction at which more than the budget has been generated.
+
     Attributes:
         interval: tokens between two evictions; less than a block frees no memory at most of them.
+        prompt: `evict`: the budget is one of prompt and answer together; `keep`: of the answer.
     """
 
     kind: Literal["interval"] = "interval"
     interval: int = Field(default=64, ge=1)
+    prompt: Literal["evict", "keep"] = "evict"
 
     @property
     def every(self) -> int:
         return self.interval
+
+    @property
+    def keeps_prompts(self) -> bool:
+        return self.prompt == "keep"
+
+    def check(self, policy: Policy) -> None:
+        """Refuse parts that would move a prompt that stays, and settings without effect."""
+        if not self.keeps_prompts:
+            return
+        why = f"policy {policy.name!r} keeps prompts in their blocks (schedule.prompt: keep), "
+        if not policy.fill_blocks:
+            raise ValueError(f"{why}and fill_blocks: false moves tokens by less than a block")
+        if policy.sinks:
+            raise ValueError(f"{why}and sinks are first tokens of a prompt: leave sinks out")
+        for part in policy.parts:
+            if part is not self and not part.leaves_fronts:
+                raise ValueError(
+                    f"{why}and `{part.section}: {part.kind}` was not tried beside that: leave one "
+                    "of them out"
+                )
+
+    def check_budget(self, policy: Policy, budget: Budget) -> None:
+        """Refuse a share: the prompt, of which it would be one, stays."""
+        if self.keeps_prompts and budget.tokens is None:
+            raise ValueError(
+                f"policy {policy.name!r} keeps prompts whole (schedule.prompt: keep), and a budget "
+                f"of {budget} is a share of the prompt: give the number of generated tokens to keep"
+            )
 
 
 class PressureSchedule(Schedule):

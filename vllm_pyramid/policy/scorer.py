@@ -23,9 +23,13 @@ class Scorer(Component):
         evicts: False only for the scorer that ranks nothing, so that nothing can be evicted.
         needs_queries: `score` uses queries; the scheduler then puts the last `window` queries of a
             prompt into one chunk, with all keys in the cache.
+        keeps_queries: `score` uses queries of earlier steps too, which a hook of the scorer keeps,
+            so it may evict while generating.
         needs_positions: `score` uses the positions of keys, which are known at a request's first
             eviction only: survivors do not remember theirs. (Positions of queries are known.)
         needs_rotary: `score` undoes the rotary embedding (`ScorerInputs.rotary`).
+        looks_ahead: `score` rotates to positions behind the model's last one
+            (`Rotary.mean_turn_ahead`), which needs an embedding of known frequencies.
         attention_mass: the scores are attention, so they are not negative and a key's share of a
             layer's sum is its share of the attention. Allocators that defer need this.
         not_negative: the scores are at least 0, and a key's share of its head's sum is what it
@@ -43,8 +47,10 @@ class Scorer(Component):
     section: ClassVar[str] = "scorer"
     evicts: ClassVar[bool] = True
     needs_queries: ClassVar[bool] = False
+    keeps_queries: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
     needs_rotary: ClassVar[bool] = False
+    looks_ahead: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
     not_negative: ClassVar[bool] = False
     scores_sinks: ClassVar[bool] = True

@@ -51,6 +51,7 @@ class EvictionBatch:
         keeps: `[S]` int32, tokens that stay.
         host_lens, host_dead_prefixes, host_keeps, host_query_ends: the same on the host.
         num_queries: of each request in `call.query`; None: all of the step's.
+        has_all_queries: whether each request has as many, whatever its chunk.
     """
 
     call: AttentionInputs
@@ -68,6 +69,7 @@ class EvictionBatch:
     host_keeps: IntArray
     host_query_ends: IntArray
     num_queries: int | None = None
+    has_all_queries: bool = False
 
     @property
     def longest(self) -> int:
@@ -191,12 +193,12 @@ class EvictionBatch:
         Args:
             kept: as of `select`.
         """
-        call, (moving, counts, most) = self.call, self._moving(kept)
+        call, (moving, counts, most) = self.call, self.moving(kept)
         call.ops.compact(*call.moved, self.tables, moving, self.lens, counts, max_keep=most)
         moved = self.host_lens - self.host_dead_prefixes - self.host_keeps
         np.add.at(self.evictions.tokens_done, self.shortened, moved)
 
-    def _moving(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def moving(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Return the survivors that move, as of `kept`; how many, `[S]`; and the most of a row."""
         in_place = np.array([plan.in_place for plan in self.plans], np.int32)
         if not in_place.any():
@@ -208,22 +210,38 @@ class EvictionBatch:
 
     # One request at a time ------------------------------------------------------------------------
 
+    def with_queries(self, queries: torch.Tensor) -> EvictionBatch:
+        """Return the batch with other queries, `[S, W, H, D]`: each request's W last ones."""
+        rows, count = queries.shape[:2]
+        ends = count * np.arange(1, rows + 1, dtype=np.int32)
+        return replace(
+            self,
+            call=replace(self.call, batch=replace(self.call.batch, query=queries.flatten(0, 1))),
+            query_ends=upload(ends, self.query_ends.device),
+            host_query_ends=ends,
+            num_queries=count,
+            has_all_queries=True,
+        )
+
     def scorer_inputs(self, row: int) -> ScorerInputs:
-        """Return request `row` for a scorer."""
+        """Return request `row` for a scorer; behind a prompt that stays, what may be evicted."""
         call, evictions, index = self.call, self.evictions, int(self.shortened[row])
         end, count = int(self.host_query_ends[row]), int(evictions.query_lens[index])
         if self.num_queries is not None:
-            count = min(count, self.num_queries)
+            count = self.num_queries if self.has_all_queries else min(count, self.num_queries)
         if (layer := int(self.layers[row])) != call.layer:
             call = replace(call, layer=layer)
+        start = int(self.host_dead_prefixes[row])
+        if self.policy.schedule.keeps_prompts:
+            start += int(evictions.prompt_lens[index])
         return ScorerInputs.of_request(
             call,
             self.policy,
             num_layers=len(evictions.kept_lens),
-            num_tokens=int(self.host_lens[row] - self.host_dead_prefixes[row]),
+            num_tokens=int(self.host_lens[row]) - start,
             queries=call.query[end - count : end],
             block_row=self.tables[row],
-            start=int(self.host_dead_prefixes[row]),
+            start=start,
             whole=bool(evictions.eviction_numbers[index] == 1),
             last_position=int(evictions.points[index]) - 1,
             prompt_len=int(evictions.prompt_lens[index]),

@@ -92,7 +92,8 @@ def _made_up(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) 
     rows = torch.randn(2, 1, num_kv_heads, tokens, head_size, generator=source)
     angles = torch.rand(tokens + 1, head_size // 2, generator=source)
     scorer = policy.scorer
-    count = max(policy.window, 1) if scorer.needs_queries else 1
+    looks_back = scorer.needs_queries or scorer.keeps_queries
+    count = max(policy.window, 1) if looks_back else 1
     return ScorerInputs.of_tensors(
         torch.randn(count, num_heads, head_size, generator=source),
         *rows[:, 0],

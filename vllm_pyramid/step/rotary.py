@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+# Radians by which an entry of a table of 16-bit numbers may miss its angle, and more.
+_ROUNDED = 0.05
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,54 @@ class Rotary:
         """Return the cosines and sines of positions, `[..., R / 2]` float32 each."""
         cos, sin = self.cos_sin[positions].float().chunk(2, dim=-1)
         return cos, sin
+
+    @cached_property
+    def frequencies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The radians by which each pair turns from one position to the next, and its factor.
+
+        The table's cosines and sines may be 16-bit numbers, so a frequency is read off at positions
+        1, 2, 4 ...: each doubles the digits that are known of it.
+
+        Returns:
+            `[R / 2]` float64 radians, and `[R / 2]` float32, 1 but where the embedding scales.
+
+        Raises:
+            ValueError: the angles are not proportional to the positions.
+        """
+        positions = [2**i for i in range((len(self.cos_sin) - 1).bit_length() - 1)]
+        rows = torch.stack([self.cos_sin[position] for position in positions])
+        cos, sin = (part.double() for part in rows.chunk(2, dim=-1))
+        angles = torch.atan2(sin, cos)
+        found = angles[0]
+        for position, angle in zip(positions, angles, strict=True):
+            turns = torch.round((position * found - angle) / (2 * torch.pi))
+            better = (angle + 2 * torch.pi * turns) / position
+            if ((better - found).abs() * position > _ROUNDED).any():
+                raise ValueError("the angles of its rotary embedding do not grow by position alone")
+            found = better
+        return found, self.cos_sin[0].float().chunk(2, dim=-1)[0]
+
+    def lengths(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the length of each rotated pair of `x`, `[..., D]`: `[..., R / 2]`."""
+        turned = x[..., : self.cos_sin.shape[-1]]
+        if self.halves:
+            return torch.hypot(*turned.chunk(2, dim=-1))
+        return torch.hypot(turned[..., ::2], turned[..., 1::2])
+
+    def mean_turn_ahead(
+        self, x: torch.Tensor, position: int, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the mean of `x`, `[..., D]`, rotated to `position` and each offset ahead of it.
+
+        Other than `mean_turn` it is exact behind the table's end.
+
+        Args:
+            offsets: `[n]`, whole numbers.
+        """
+        radians, factor = self.frequencies
+        angles = (position + offsets.double())[:, None] * radians
+        cos, sin = angles.cos().mean(dim=0).float(), angles.sin().mean(dim=0).float()
+        return self.turn(x, factor * cos, factor * sin)
 
     def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate `x`, `[..., D]`, by the cosines and sines of angles, `[..., R / 2]` each."""

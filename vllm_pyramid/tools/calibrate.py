@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="fit a policy to your prompts: average solved budgets; or measure which KV heads "
-        "look far back (--heads)",
+        "look far back (--heads), or where queries lie (--queries)",
     )
     parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
     parser.add_argument(
@@ -221,6 +221,10 @@ def run(args: argparse.Namespace) -> int:
     _check_needed(args)
     if args.heads:
         return heads.run(args)
+    if args.queries:
+        from vllm_pyramid.tools.heads import queries
+
+        return queries.run(args, read_prompts(Path(args.prompts)))
     args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(

@@ -101,9 +101,9 @@ class EvictionTracker:
             self.failures.blame([request_id], what, error, peers_wait=True)
             served = for_request(self.policy, KEEP_EVERYTHING)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
-        self._requests[request_id] = WorkerRequest(
-            request_id, served.policy, plan, plan, served.keep
-        )
+        # A prompt that stays has its spans.
+        keep = () if served.policy.schedule.keeps_prompts else served.keep
+        self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan, keep)
         self._num_open += plan.is_deferred or plan.waits_for_orders
 
     def order(self, request_id: str, levels: Sequence[int]) -> LevelPlan | None:

@@ -204,7 +204,10 @@ def rotary_for_scorers(policy: Policy, model: torch.nn.Module, name: str) -> Rot
     if not scorers:
         return None
     try:
-        return rotary_of_layer(model, name)
+        rotary = rotary_of_layer(model, name)
+        if rotary is not None and any(scorer.looks_ahead for scorer in scorers):
+            _ = rotary.frequencies  # the host waits for them now, not in a step
+        return rotary
     except ValueError as error:
         raise ValueError(
             f"policy {policy.name!r} has the scorer {scorers[0].kind!r}, which "

@@ -9,6 +9,8 @@ With the schedule `interval` the cache of a request stays bounded however long t
     computed tokens   n ........ n + i ........ n + 2 i ...       n: the prompt, i: `interval`
     a layer holds     budget     + i, back to the budget, + i, back to the budget ...
 
+- **Prompts.** With `{"schedule.prompt": "keep"}` they stay whole beside the budget and are shared;
+  sums of prompts are then not gathered.
 - **Budget.** It is a number of tokens by default; a share is one of the prompt. Survivors move up
   and keep their positions. A preempted request evicts at the same points again. The report of a
   response is that of the latest eviction, which `computed_tokens` dates.
@@ -85,6 +87,10 @@ class AccumulatingScorer(Scorer):
                 "without these sums"
             )
         }
+
+    @property
+    def leaves_fronts(self) -> bool:
+        return True
 
     @classmethod
     def check_class(cls) -> None:

@@ -11,6 +11,9 @@ The pool has one number a slot and KV head, `[P, G, N]` float32: a block belongs
 time, so one tensor serves all layers. A block that is given to another request needs no cleaning,
 since the sum of every token that is written is set to zero.
 
+Where prompts stay (`schedule.prompt: keep`), the sums of their keys are read by no one: several
+requests may share these blocks, and write to their sums at once.
+
 Shape legend: P blocks, G KV heads, N tokens of a block, S requests that evict, M table entries,
 L layers, R requests of the step.
 """
@@ -24,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.methods.accumulated.kernels import mass_ops
+from vllm_pyramid.methods.next_evictions import next_evictions
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.eviction_batch import EvictionBatch, check_scores
 from vllm_pyramid.step.hooks import (
@@ -94,21 +98,13 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def begin_step(self, step: Step) -> StepNeeds:
         """Find the first query to which the next eviction of each request looks back."""
-        inner = step.next_inner_eviction()
-        # Evictions at the prompt's end and behind it.
-        past = np.maximum(step.eviction_numbers - step.inner_evictions, 0)
-        point = step.prompt_lens + past * step.intervals
-        looks = (past == 0) | (step.intervals > 0)
-        if self.inside:
-            point, looks = inner, inner >= 0
-        elif (
-            self.policy.inner_policy is not None and self.policy.inner_policy.scorer == self.scorer
-        ):
-            point = np.where(inner >= 0, inner, point)
+        point, looks = next_evictions(step, self.policy, self.scorer, inside=self.inside)
         first = np.zeros_like(point)
         if self.scorer.history is not None:
             first = np.maximum(point - self.scorer.history, 0)
-        looks = step.evicting & looks & self.counts(step)
+        if self.policy.schedule.keeps_prompts:
+            first = np.maximum(first, step.prompt_lens)  # others give nothing to what may go
+        looks &= self.counts(step)
         self.first_queries = np.where(looks, first, NO_QUERY).astype(np.int32)
         self._uploaded = None
         return StepNeeds(wants_log_sum_exp=True)  # saves the pass over K that would find it
@@ -181,7 +177,13 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         if batch.policy.scorer != self.scorer:
             return None  # another scorer has evictions inside the prompt, or at its end
         entries = -(-batch.longest // self.pages.shape[2])
-        return self.shared(self.gathered(batch.tables[:, :entries])) * self.scorer.sign
+        mass = self.gathered(batch.tables[:, :entries])
+        if self.policy.schedule.keeps_prompts:
+            # Others may have written there, a request with NaN among them.
+            starts = batch.evictions.prompt_lens[batch.shortened] + batch.host_dead_prefixes
+            columns = torch.arange(mass.shape[2], device=mass.device)
+            mass.masked_fill_((columns < upload(starts, mass.device)[:, None])[:, None], 0.0)
+        return self.shared(mass) * self.scorer.sign
 
     def shared(self, mass: torch.Tensor) -> torch.Tensor:
         """Return what the heads of a layer choose by, `[S, G, T]` to the same: each its own."""
@@ -193,8 +195,9 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return self.pages[blocks].transpose(1, 2).flatten(2)
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        """Move the mass of the kept keys to where these have moved."""
-        tables, lens, keeps = batch.tables, batch.lens, batch.keeps
+        """Move the mass of the kept keys to where these have moved; of those in place it stays."""
+        kept, keeps, _ = batch.moving(kept)
+        tables, lens = batch.tables, batch.lens
         block_size = self.pages.shape[2]
         # Behind `keeps[r]` the last survivor is repeated: written twice, with the same number.
         # Where nothing survives, a row of block 0 is written: no request reads it.

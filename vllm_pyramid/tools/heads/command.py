@@ -30,6 +30,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="measure which KV heads look far back, by their attention to earlier copies of random "
         "tokens and to what followed them; -o is a folder",
     )
+    parser.add_argument(
+        "--queries",
+        action="store_true",
+        help="measure where each head's queries lie on average, for the policy triattention; -o is "
+        "a file FILE.npz",
+    )
     group.add_argument(
         "--share",
         type=float,
@@ -50,7 +56,10 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming them.
     """
+    if args.heads and args.queries:
+        raise ValueError("--heads and --queries measure different things: give one of them")
     refuse_unused(args, "--heads", OWN_FLAGS, _OTHERS)
+    refuse_unused(args, "--queries", others=_OTHERS[:-1])
     check_sizes(args)
 
 

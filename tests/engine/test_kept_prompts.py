@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that stay whole beside an answer that is evicted from: shared, exact, and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.models import SHAPES, write_centres
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    assert_same_tokens,
+    greedy,
+    random_prompts,
+)
+from tests.scheduler.checks import check_pool
+
+pytestmark = pytest.mark.engine
+
+BLOCK, BUDGET, INTERVAL, PROMPT, ANSWER = 16, 24, 16, 300, 96
+# The first eviction at which a block goes: 48 generated tokens, of which 24 are to stay.
+EXACT = 48
+MODEL = "mistral"
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": BLOCK,
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+}
+
+
+@pytest.fixture(params=["r-kv", "triattention", "h2o"])
+def engine(
+    request: pytest.FixtureRequest,
+    engines: EnginePool,
+    tiny_model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Engine:
+    args: dict[str, Any] = {"interval": INTERVAL, "schedule.prompt": "keep"}
+    if request.param != "h2o":
+        args["window"] = 8
+    if request.param == "triattention":
+        args["centres"] = str(write_centres(tmp_path_factory.mktemp("centres"), SHAPES[MODEL]))
+    own = {"kv_policy": request.param, "kv_budget": BUDGET, "kv_policy_args": args}
+    return engines.get(tiny_model(MODEL), **own, **SETTINGS)
+
+
+def test_what_others_find_and_when_answers_change(engine: Engine) -> None:
+    prompt, tail = random_prompts([PROMPT, 60], seed=4)
+    whole = Job(prompt, greedy(ANSWER, logprobs=2, kv_policy="full"), salt="full")
+    (full,) = engine.run([whole])
+
+    def ask(tokens: list[int], count: int = 2, **own: Any) -> Any:
+        return engine.run([Job(tokens, greedy(count, logprobs=2, **own), salt="kept")])[0]
+
+    first = ask(prompt, ANSWER)
+    assert first.cached == 0 and first.token_ids[: EXACT + 1] == full.token_ids[: EXACT + 1]
+    held = first.report["kept_tokens"]
+    assert all(PROMPT + BUDGET <= tokens < PROMPT + BUDGET + BLOCK for tokens in held)
+    assert first.report["evicted_tokens"] > 0 and first.report["prompt_tokens"] == PROMPT
+    # An evicted answer leaves its prompt in the cache, of which others find as much as of `full`.
+    assert ask(prompt).cached == (PROMPT - 1) // BLOCK * BLOCK
+    assert ask([*prompt, *tail]).cached == PROMPT // BLOCK * BLOCK
+    assert ask(prompt[:200]).cached == 199 // BLOCK * BLOCK
+    assert ask(prompt, kv_policy="full").cached == (PROMPT - 1) // BLOCK * BLOCK
+    again = ask(prompt, ANSWER)
+    assert_same_tokens([again], [first])
+    # What is protected of a prompt that stays is there, and turns are found by their prefix.
+    more = ask([*prompt, *tail], ANSWER, kv_keep=[0, 40, 50, 60], kv_turns=[PROMPT])
+    assert more.report["kv_turn_mode"] == "exact" and more.report["kv_turns"] == [PROMPT, 360]
+    assert more.cached >= PROMPT // BLOCK * BLOCK
+    assert_same_tokens([more], [ask([*prompt, *tail], ANSWER)])
+    engine.check_whole()
+
+
+def test_running_requests_have_one_prompt(engine: Engine) -> None:
+    """Its blocks are the same ones while each evicts from its own answer, and go with the last."""
+    (prompt,) = random_prompts([PROMPT], seed=6)
+    jobs = [Job(prompt, greedy(ANSWER - 20 * i, logprobs=2), i, salt="one") for i in range(3)]
+    alone = [
+        engine.run([replace(job, arrival=0, salt=f"alone{i}")])[0] for i, job in enumerate(jobs)
+    ]
+    shared, most = 0, np.zeros(engine.num_layers, np.int64)
+
+    def look(engine: Engine) -> None:
+        nonlocal shared, most
+        check_pool(engine.coordinator)
+        decoding = [r for r in engine.scheduler.running if r.num_output_tokens > 1]
+        most = np.maximum(most, engine.coordinator.counters.held_blocks)
+        for manager in engine.coordinator.layer_managers:
+            fronts = {
+                tuple(
+                    [b.block_id for b in manager.req_to_blocks[r.request_id] if not b.is_null][
+                        : PROMPT // BLOCK
+                    ]
+                )
+                for r in decoding
+            }
+            assert len(fronts) <= 1, "a request has blocks of its own for the prompt"
+        shared += len(decoding) > 1
+
+    found = engine.run(jobs, look)
+    assert_same_tokens(found, alone)
+    assert shared > ANSWER // 2
+    assert all(one.report["evicted_tokens"] > 0 for one in found)
+    # The prompt once, and of each request its last block, the budget, and what comes until the
+    # next eviction and until its blocks are back.
+    own = -(-(PROMPT % BLOCK + BUDGET + BLOCK - 1 + INTERVAL) // BLOCK) + 2
+    assert (most <= PROMPT // BLOCK + 3 * own).all(), (most, own)
+    engine.check_whole()
+
+
+def test_a_long_answer_is_bounded(engine: Engine) -> None:
+    (prompt,) = random_prompts([60], seed=2)
+    most = np.zeros(engine.num_layers, np.int64)
+
+    def look(engine: Engine) -> None:
+        nonlocal most
+        most = np.maximum(most, engine.coordinator.counters.held_blocks)
+
+    (found,) = engine.run([Job(prompt, greedy(500))], look)
+    bound = -(-(len(prompt) + BUDGET + BLOCK - 1 + INTERVAL) // BLOCK) + 1
+    assert len(found.token_ids) == 500 and (most <= bound).all(), (most, bound)
+    assert found.report["evicted_tokens"] >= engine.num_layers * (500 - BUDGET - 2 * INTERVAL)
+    engine.check_whole()
+
+
+def test_without_centres_the_command_is_told(tiny_model: Callable[[str], Path]) -> None:
+    from vllm_pyramid import LLM
+
+    with pytest.raises(ValueError, match="vllm-pyramid calibrate --queries --model MODEL"):
+        LLM(str(tiny_model(MODEL)), kv_policy="triattention")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pyramid calibrate --queries` on the built-in model: the file that it writes, and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_pyramid.methods.triattention import Centres
+from vllm_pyramid.tools.cli import main
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.heads.queries import QueryModel
+
+pytestmark = pytest.mark.cpu
+
+MODEL = model_path()
+
+
+@pytest.fixture(scope="module")
+def model() -> QueryModel:
+    return QueryModel(str(MODEL))
+
+
+def test_queries_are_those_of_the_projection(model: QueryModel) -> None:
+    """In the lowest layer they depend on the token alone, wherever it stands."""
+    ids = [40, 41, 42, 40, 43, 40]
+    queries = model.queries(ids)
+    layers, heads = model.model.layers, model.model.heads
+    assert queries.shape[:3] == (layers, len(ids), heads)
+    torch.testing.assert_close(queries[0, 0], queries[0, 3], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(queries[0, 0], queries[0, 5], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(queries[0, 0], queries[0, 1], atol=1e-2)
+    first = model.model.attentions[0]
+    embedded = model.model.model.get_input_embeddings()(torch.tensor(ids))
+    layer = next(m for m in model.model.model.modules() if hasattr(m, "input_layernorm"))
+    with torch.inference_mode():
+        projected = first.q_proj(layer.input_layernorm(embedded)).unflatten(-1, (heads, -1))
+        if hasattr(first, "q_norm"):
+            projected = first.q_norm(projected)
+    torch.testing.assert_close(queries[0], projected.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_the_command_writes_the_means_over_all_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: QueryModel
+) -> None:
+    prompts = [[50, 51, 52, 53], [60, 61]]
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "centres.npz"
+    file.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in prompts))
+    argv = ["calibrate", "--queries", "--model", str(MODEL), "--prompts", str(file)]
+    assert main([*argv, "-o", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "over 6 tokens of 2 prompts" in said and json.dumps({"centres": str(out)}) in said
+    found = Centres.read(str(out))
+    queries = torch.cat([model.queries(ids) for ids in prompts], dim=1)
+    torch.testing.assert_close(found.mean, queries.mean(dim=1), atol=1e-5, rtol=1e-4)
+    halves = queries.unflatten(-1, (2, -1))  # channel i and i + R / 2 are a pair
+    lengths = torch.hypot(halves[..., 0, :], halves[..., 1, :]).mean(dim=1)
+    torch.testing.assert_close(found.length, lengths, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--heads"], "--heads and --queries measure different things"),
+        (["--kv-policy", "xkv"], "--kv-policy does not go with --queries"),
+        (["-o", "centres.yaml"], "must end in .npz"),
+        (["--share", "0.5"], "--share without --heads would have no effect"),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[str], message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt_token_ids": [5]}) + "\n")
+    argv = ["calibrate", "--queries", "--model", str(MODEL), "--prompts", str(file)]
+    assert main([*argv, "-o", str(tmp_path / "centres.npz"), *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_model_is_refused(model: QueryModel) -> None:
+    with pytest.raises(ValueError, match=r"positions: leave it out, or cut it"):
+        model.queries([5] * (model.model.longest + 1))
