@@ -27,6 +27,7 @@ _REFUSED: Unsupported = {
         "leave --async-scheduling out",
     ),
     (Feature.HOST_CACHE, Feature.NO_PREFIX_CACHING): _PREFIXES,
+    (Feature.KV_EVENTS, Feature.NO_PREFIX_CACHING): "they tell what prefix caching finds",
     (Feature.HOST_FOLDER, Feature.SEVERAL_HOSTS): (
         "each rank would write to the disk of its own host, and files are read on the host that "
         "schedules",
