@@ -151,7 +151,8 @@ class Picky(AccumulatingScorer):
 
 def test_a_class_adds_to_what_its_base_classes_say() -> None:
     found = unsupported_by(Picky())
-    assert found.keys() == {F.LORA, F.PREFIX_CACHING, F.HOST_CACHE, F.KV_TURNS, F.DRAFTS}
+    expected = {F.LORA, F.PREFIX_CACHING, F.HOST_CACHE, F.KV_EVENTS, F.KV_TURNS, F.DRAFTS}
+    assert found.keys() == expected
     assert found[F.PREFIX_CACHING] == found[F.KV_TURNS] == "it remembers"
     rows = {row.features: row for row in refusals(found, "scorer: test:Picky")}
     assert rows[(F.LORA,)].fix == "use one"
