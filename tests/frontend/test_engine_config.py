@@ -148,7 +148,7 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
         ("pyramidkv", "cpu", {"attention_config.backend_per_kind": {"a": 1}}, "backend_per_kind"),
         ("pyramidkv", "cpu", {"attention_config.hisparse_config": object()}, "hisparse_config"),
         ("pyramidkv", "cpu", {"scheduler_config.disable_hybrid_kv_cache_manager": True},
-         "KV events"),
+         "chunked local attention"),
         ("pyramidkv", "cpu", {"model_config.is_moe": True, **REPLICAS},
          "--data-parallel-size and a mixture of experts: such"),
         ("pyramidkv", "cuda", cache("fp8_e5m2"), "fp8_e5m2 on CUDA devices.*use fp8"),

@@ -85,6 +85,8 @@ HOST = {"values": "host"}
         ("sparse-prefill", {}, {F.PIPELINE}, "--pipeline-parallel-size"),
         ("sparse-prefill", {}, {F.OTHER_LAYERS}, "a sliding window or a state"),
         ("sparse-prefill", {}, {F.PROMPT_LOGPROBS}, "approximate; .*full"),
+        ("sparse-prefill", {}, {F.KV_EVENTS}, "which no router knows"),
+        ("adakv", {}, {F.KV_EVENTS}, "the lengths of its heads follow from a prompt's"),
         ("snapkv", SPARSE, {F.KV_TURNS}, "where a turn ended inside a tile"),
         ("duoattention", {}, {F.KV_TURNS}, "a length of its own are not saved"),
         ("duoattention", {}, {F.KV_KEEP}, "does not grow with the spans"),
