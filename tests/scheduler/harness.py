@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from copy import copy
+from copy import copy as copy_of
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import lcm
@@ -253,7 +253,7 @@ def make_scheduler(
         events: whether it publishes KV events (`router.py`).
     """
     cls = PyramidAsyncScheduler if setup.asynchronous else PyramidScheduler
-    config = copy(vllm_config(setup))
+    config = copy_of(vllm_config(setup))
     if events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     scheduler = cls(

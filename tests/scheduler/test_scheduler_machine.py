@@ -122,7 +122,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Rows by identity: where the cells are, what they hold, the name of the row before.
         self.looked_at: dict[int, tuple[Any, tuple[np.ndarray, np.ndarray], np.ndarray, Any]] = {}
 
-    @initialize(spare=st.integers(0, 60), seed=st.integers(0, 2**16), events=st.sampled_from([True, False]))
+    @initialize(
+        spare=st.integers(0, 60), seed=st.integers(0, 2**16), events=st.sampled_from([True, False])
+    )
     def start(self, spare: int, seed: int, events: bool) -> None:
         self.events = events and bool(self.setup.prefix_caching)
         self.folder = TemporaryDirectory() if self.setup.host_folder else None
