@@ -95,7 +95,8 @@ _REFUSED: Unsupported = {
     ),
     (Feature.PIPELINE, Feature.DRAFTS): "drafts are known to the last stage alone",
     (Feature.DATA_PARALLEL, Feature.EXPERTS): (
-        "such replicas compute in step, which was not tried together with eviction",
+        "such replicas share out experts in step, which was not tried on GPUs, and on CPUs vLLM "
+        "cannot gather their tokens (`all_gatherv`)",
         "start a server for each replica, or use --tensor-parallel-size",
     ),
     Feature.OTHER_DRAFTS: (_UNTRIED, f"draft by one of {', '.join(DRAFTERS)}"),
