@@ -61,6 +61,10 @@ class Subscriber:
             self._next += len(missing)
         return self._decoder.decode(self._waiting.popleft())
 
+    def has_more(self, seconds: float) -> bool:
+        """Return whether a batch comes within so many seconds."""
+        return bool(self._waiting or self._socket.poll(1000 * seconds))
+
     def _ask_again(self) -> list[bytes]:
         """Return all batches that were sent since the last known one."""
         self._again.send_multipart([b"", self._next.to_bytes(8, "big")])

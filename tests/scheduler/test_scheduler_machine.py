@@ -638,6 +638,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.router.catch_up(self.scheduler)
         self.router.check(self.coordinator, self.requests)
+        running = {request.request_id for request in self.scheduler.running}
+        assert set(self.coordinator.stores._seen) <= running
         for name, count in self.router.seen.items():
             self.seen[name] += count
         self.router.seen.clear()
