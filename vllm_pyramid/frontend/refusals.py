@@ -45,7 +45,8 @@ _REFUSED: Unsupported = {
     ),
     Feature.RAY_REPLICAS: _UNTRIED,
     Feature.EXPERT_PARALLEL: (
-        "experts that are spread over ranks were not tried together with eviction"
+        "experts that are spread over ranks were not tried on GPUs, and on CPUs vLLM's kernel of "
+        "experts ends with a segmentation fault"
     ),
     Feature.FAULT_TOLERANCE: (
         "an engine that recovers would not know what its requests have evicted"
