@@ -148,9 +148,9 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
         ("pyramidkv", "cpu", {"attention_config.backend_per_kind": {"a": 1}}, "backend_per_kind"),
         ("pyramidkv", "cpu", {"attention_config.hisparse_config": object()}, "hisparse_config"),
         ("pyramidkv", "cpu", {"scheduler_config.disable_hybrid_kv_cache_manager": True},
-         "KV events"),
+         "chunked local attention"),
         ("pyramidkv", "cpu", {"model_config.is_moe": True, **REPLICAS},
-         "--data-parallel-size and a mixture of experts: such"),
+         "--data-parallel-size and a mixture of experts: such replicas share"),
         ("pyramidkv", "cuda", cache("fp8_e5m2"), "fp8_e5m2 on CUDA devices.*use fp8"),
         ("pyramidkv", "cpu", {**cache("fp8"), **FLASH}, "fp8.* FLASH_ATTN.*use TRITON_ATTN"),
         *(

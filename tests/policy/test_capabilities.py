@@ -85,6 +85,8 @@ HOST = {"values": "host"}
         ("sparse-prefill", {}, {F.PIPELINE}, "--pipeline-parallel-size"),
         ("sparse-prefill", {}, {F.OTHER_LAYERS}, "a sliding window or a state"),
         ("sparse-prefill", {}, {F.PROMPT_LOGPROBS}, "approximate; .*full"),
+        ("sparse-prefill", {}, {F.KV_EVENTS}, "which no router knows"),
+        ("adakv", {}, {F.KV_EVENTS}, "the lengths of its heads follow from a prompt's"),
         ("snapkv", SPARSE, {F.KV_TURNS}, "where a turn ended inside a tile"),
         ("duoattention", {}, {F.KV_TURNS}, "a length of its own are not saved"),
         ("duoattention", {}, {F.KV_KEEP}, "does not grow with the spans"),
@@ -151,7 +153,8 @@ class Picky(AccumulatingScorer):
 
 def test_a_class_adds_to_what_its_base_classes_say() -> None:
     found = unsupported_by(Picky())
-    assert found.keys() == {F.LORA, F.PREFIX_CACHING, F.HOST_CACHE, F.KV_TURNS, F.DRAFTS}
+    expected = {F.LORA, F.PREFIX_CACHING, F.HOST_CACHE, F.KV_EVENTS, F.KV_TURNS, F.DRAFTS}
+    assert found.keys() == expected
     assert found[F.PREFIX_CACHING] == found[F.KV_TURNS] == "it remembers"
     rows = {row.features: row for row in refusals(found, "scorer: test:Picky")}
     assert rows[(F.LORA,)].fix == "use one"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from copy import copy as copy_of
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import lcm
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -243,11 +244,20 @@ def _structured_output_manager(setup: Setup) -> StructuredOutputManager:
     return StructuredOutputManager(vllm_config(setup))
 
 
-def make_scheduler(setup: Setup, num_blocks: int) -> PyramidScheduler | PyramidAsyncScheduler:
-    """A scheduler over a fresh pool of `num_blocks` usable blocks."""
+def make_scheduler(
+    setup: Setup, num_blocks: int, events: bool = False
+) -> PyramidScheduler | PyramidAsyncScheduler:
+    """A scheduler over a fresh pool of `num_blocks` usable blocks.
+
+    Args:
+        events: whether it publishes KV events (`router.py`).
+    """
     cls = PyramidAsyncScheduler if setup.asynchronous else PyramidScheduler
+    config = copy_of(vllm_config(setup))
+    if events:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     scheduler = cls(
-        vllm_config=vllm_config(setup),
+        vllm_config=config,
         kv_cache_config=kv_cache_config(
             setup.num_layers,
             setup.block_size,

@@ -222,3 +222,9 @@ def test_why_a_turn_resumed_no_more() -> None:
         "unevicted": 1,
         "missing": 5,
     }
+
+
+def test_events_without_prefixes_are_refused() -> None:
+    """The scheduler alone knows that a model's layers cannot share them."""
+    with pytest.raises(ValueError, match="does not work with --kv-events-config and this model"):
+        make_scheduler(Setup(), 90, events=True)

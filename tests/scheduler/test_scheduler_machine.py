@@ -45,6 +45,7 @@ from tests.scheduler.harness import Row as WorkerRow
 from tests.scheduler.head_lengths import CHUNKED_KIND as CHUNKED_HEADS
 from tests.scheduler.head_lengths import KIND as HEAD_LENGTHS
 from tests.scheduler.head_lengths import SOME_KIND as SOME_LENGTHS
+from tests.scheduler.router import Router
 from vllm_pyramid.compat.side_channel import read_report
 from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.host_files import HostFiles
@@ -121,15 +122,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Rows by identity: where the cells are, what they hold, the name of the row before.
         self.looked_at: dict[int, tuple[Any, tuple[np.ndarray, np.ndarray], np.ndarray, Any]] = {}
 
-    @initialize(spare=st.integers(0, 60), seed=st.integers(0, 2**16))
-    def start(self, spare: int, seed: int) -> None:
+    @initialize(
+        spare=st.integers(0, 60), seed=st.integers(0, 2**16), events=st.sampled_from([True, False])
+    )
+    def start(self, spare: int, seed: int, events: bool) -> None:
+        self.events = events and bool(self.setup.prefix_caching)
         self.folder = TemporaryDirectory() if self.setup.host_folder else None
         self.begin(self.setup.blocks_of_longest + spare, seed)
 
     def begin(self, num_blocks: int, seed: int) -> None:
         """Start an engine."""
-        self.scheduler = make_scheduler(self.setup, num_blocks)
+        self.scheduler = make_scheduler(self.setup, num_blocks, self.events)
         self.coordinator = self.scheduler.coordinator
+        self.router = Router.of(self.scheduler) if self.events else None
         self.sampled = [h for h in self.scheduler.pyramid.hooks if isinstance(h, SampledShares)]
         self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, num_blocks, seed)
         if self.folder is not None:
@@ -629,6 +634,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert gone.count(False) <= longest
 
     # What always holds ------------------------------------------------------------------------
+
+    @invariant()
+    def routers_know_what_is_found(self) -> None:
+        if self.router is None:
+            assert not self.coordinator.block_pool.kv_event_queue
+            return
+        self.router.catch_up(self.scheduler)
+        self.router.check(self.coordinator, self.requests)
+        running = {request.request_id for request in self.scheduler.running}
+        assert set(self.coordinator.stores._seen) <= running
+        for name, count in self.router.seen.items():
+            self.seen[name] += count
+        self.router.seen.clear()
 
     @invariant()
     def accounts_balance(self) -> None:
@@ -1423,6 +1441,7 @@ def test_machine_sees_what_it_is_for(variant: str, seed: int) -> None:
     if setup.prefix_caching:
         rare = "inside" in variant or (setup.lanes > 1 and "all" in variant)
         happenings += ["hits"] if rare else ["hits", "twins"]
+        happenings += [] if rare else ["BlockStored", "BlockRemoved"]
         copies = "swapped" not in variant and (setup.lanes == 1 or "all" in variant)
         copies = copies and "kept" not in variant
         happenings += ["copied"] if copies and "whole" not in variant else []

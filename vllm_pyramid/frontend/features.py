@@ -112,6 +112,9 @@ _OF_ARGS: dict[Feature, Callable[[EngineArgs], object]] = {
     ),
     Feature.HOST_CACHE: lambda args: _ours(args, "kv_host_cache"),
     Feature.HOST_FOLDER: lambda args: _ours(args, "kv_host_cache_dir"),
+    Feature.KV_EVENTS: lambda args: (
+        args.kv_events_config is not None and args.kv_events_config.enable_kv_cache_events
+    ),
     Feature.CACHE_METRICS: lambda args: args.kv_cache_metrics,
     Feature.ONE_BLOCK_TABLE: lambda args: bool(args.disable_hybrid_kv_cache_manager),
     Feature.OTHER_CACHE: lambda args: _unless(args.kv_cache_dtype, CACHE_TYPES),

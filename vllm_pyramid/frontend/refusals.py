@@ -27,6 +27,7 @@ _REFUSED: Unsupported = {
         "leave --async-scheduling out",
     ),
     (Feature.HOST_CACHE, Feature.NO_PREFIX_CACHING): _PREFIXES,
+    (Feature.KV_EVENTS, Feature.NO_PREFIX_CACHING): "they tell what prefix caching finds",
     (Feature.HOST_FOLDER, Feature.SEVERAL_HOSTS): (
         "each rank would write to the disk of its own host, and files are read on the host that "
         "schedules",
@@ -44,7 +45,8 @@ _REFUSED: Unsupported = {
     ),
     Feature.RAY_REPLICAS: _UNTRIED,
     Feature.EXPERT_PARALLEL: (
-        "experts that are spread over ranks were not tried together with eviction"
+        "experts that are spread over ranks were not tried on GPUs, and on CPUs vLLM's kernel of "
+        "experts ends with a segmentation fault"
     ),
     Feature.FAULT_TOLERANCE: (
         "an engine that recovers would not know what its requests have evicted"
@@ -94,7 +96,8 @@ _REFUSED: Unsupported = {
     ),
     (Feature.PIPELINE, Feature.DRAFTS): "drafts are known to the last stage alone",
     (Feature.DATA_PARALLEL, Feature.EXPERTS): (
-        "such replicas compute in step, which was not tried together with eviction",
+        "such replicas share out experts in step, which was not tried on GPUs, and on CPUs vLLM "
+        "cannot gather their tokens (`all_gatherv`)",
         "start a server for each replica, or use --tensor-parallel-size",
     ),
     Feature.OTHER_DRAFTS: (_UNTRIED, f"draft by one of {', '.join(DRAFTERS)}"),

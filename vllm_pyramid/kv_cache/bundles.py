@@ -35,6 +35,7 @@ import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
+from vllm_pyramid.kv_cache.announced_block import AnnouncedBlock
 from vllm_pyramid.kv_cache.free_blocks import FreeBlockStack
 from vllm_pyramid.kv_cache.tier import Tier
 
@@ -53,9 +54,10 @@ class BlockBundle:
             same step can attend to them but cannot copy them.
         origin: for the base of a session (`session_cache.py`), the request that evicted.
         holders: for evicting layers, the requests that `refs` counts; `SharedBlockIndex` sets it.
+        announced: what routers know of the bundle that a lookup finds; None without KV events.
     """
 
-    __slots__ = ("blocks", "counts", "hash", "holders", "origin", "refs", "scheduled")
+    __slots__ = ("announced", "blocks", "counts", "hash", "holders", "origin", "refs", "scheduled")
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class BlockBundle:
         self.scheduled = False
         self.origin: str | None = None
         self.holders: frozenset[Any] = frozenset()
+        self.announced: AnnouncedBlock | None = None
 
 
 class BundlePool(BlockPool):
@@ -271,8 +274,11 @@ class BundlePool(BlockPool):
             twins.remove(bundle)
         elif twins:
             self.bundles[bundle.hash] = twins.pop(0)
+            self.bundles[bundle.hash].announced = bundle.announced
         else:
             del self.bundles[bundle.hash]
+            if bundle.announced is not None:
+                bundle.announced.left_device()
         if twins is not None and not twins:
             del self.twins[bundle.hash]
 
@@ -325,4 +331,6 @@ class BundlePool(BlockPool):
 
     def _dissolve_all(self) -> None:
         while self.idle:
-            self._dissolve(next(iter(self.idle)), keeps=False)  # nothing shall be found again
+            bundle = next(iter(self.idle))
+            bundle.announced = None  # routers were told that all is cleared
+            self._dissolve(bundle, keeps=False)  # nothing shall be found again

@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.block_pool import block_pool
+from vllm_pyramid.kv_cache.announcing_stores import AnnouncingStores
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.counters import CacheCounters
@@ -105,6 +106,10 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
             pool, sessions, self.prefixes, groups, layer_blocks, copies, counters
         )
         self.stores = Stores(pool, (self.sessions, self.prefixes))
+        if pool.enable_kv_cache_events:
+            self.stores = AnnouncingStores(
+                pool, (self.sessions, self.prefixes), self.prefixes, groups, found.groups[0]
+            )
         self.blocked_request: str | None = None
 
     def share_prefixes(self) -> bool:

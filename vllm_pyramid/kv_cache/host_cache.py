@@ -33,6 +33,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from vllm_pyramid.compat.offloading import SlotTable
 from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, HostFill
+from vllm_pyramid.kv_cache.announced_block import AnnouncedBlock
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.kv_cache.tier import Tier
@@ -72,11 +73,13 @@ class HostEntry:
             of two bundles of one hash cannot be mixed.
         num_blocks: blocks of all layers.
         origin: see `BlockBundle.origin`.
+        announced: what routers know of it; None without KV events.
     """
 
     stem: bytes
     num_blocks: int
     origin: str | None
+    announced: AnnouncedBlock | None
 
 
 class HostCache(Tier):
@@ -189,20 +192,24 @@ class HostCache(Tier):
         if (entry := self._entries.get(name)) is not None:
             self._table.touch(self._keys(entry))
             return
-        slots = self._give_slots(name, len(bundle.blocks), bundle.origin)
+        slots = self._give_slots(name, len(bundle.blocks), bundle.origin, bundle.announced)
         if slots is not None:
             self._copies.stored.extend(self._copies_of(slots, bundle.blocks))
             self.counters.stored += len(bundle.blocks)
 
     def _give_slots(
-        self, name: BlockHash, num_blocks: int, origin: str | None
+        self,
+        name: BlockHash,
+        num_blocks: int,
+        origin: str | None,
+        announced: AnnouncedBlock | None = None,
     ) -> Sequence[int] | None:
         """Make an entry for a bundle that has none; return its slots, None if too few are free."""
         stem: bytes = name
         if num_blocks != self.slot_blocks:
             self._number += 1
             stem += b"#" + self._number.to_bytes(8, "big")
-        entry = HostEntry(stem, num_blocks, origin)
+        entry = HostEntry(stem, num_blocks, origin, announced)
         stored = self._table.store(self._keys(entry))
         if stored is None:
             self.counters.dropped += 1
@@ -211,8 +218,11 @@ class HostCache(Tier):
         for gone in stored.evicted:
             self._used -= 1
             if (other := self._names.pop(gone, None)) is not None:
-                del self._entries[other]
+                if (lost := self._entries.pop(other).announced) is not None:
+                    lost.left_host()
                 self.counters.evictions += 1
+        if announced is not None:
+            announced.entered_host()
         self._entries[name], self._names[stem] = entry, name
         return stored.slots
 

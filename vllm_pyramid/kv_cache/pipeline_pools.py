@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
@@ -123,6 +124,8 @@ class PipelinePools(BundlePool):
         self.pools = [
             StagePool(self, stage, num_gpu_blocks, *args, **kwargs) for stage in range(len(stages))
         ]
+        for pool in self.pools:
+            pool.enable_kv_cache_events = False  # this object publishes them
 
     def of_layer(self, layer: int) -> BundlePool:
         """Return the pool of the layer's stage."""
@@ -179,6 +182,8 @@ class PipelinePools(BundlePool):
         """Dissolve all bundles; return False, as vLLM does, while requests hold blocks."""
         if not all(pool.reset_prefix_cache() for pool in self.pools):
             return False
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.append(AllBlocksCleared())
         self._dissolve_all()
         return True
 

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 
@@ -223,6 +224,20 @@ class StockGroup:
             table.bundles.append(bundle)
             number += 1
 
+    def exact_bundles(self, request: Request, start: int) -> tuple[int, list[BlockBundle | None]]:
+        """Return bundles of the full cache's KV in a request's table, from number `start` on.
+
+        Returns:
+            The number of the first; and each that a lookup finds, None where it finds none.
+        """
+        if (table := self.tables.get(request.request_id)) is None:
+            return start, []
+        first = table.nulls // self._blocks_per_bundle
+        start, per_hash = max(first, start), self._bundle_tokens // self._hash_tokens
+        numbers = range(start, first + len(table.bundles))
+        hashes = [request.block_hashes[(number + 1) * per_hash - 1] for number in numbers]
+        return start, [self._pool.bundles.get(self._named(one, b"")) for one in hashes]
+
     def _computed_name(self, computed: Computed, number: int) -> BlockHash | None:
         """Return the name of a computed bundle; None if no other request may find it."""
         end = (number + 1) * self._bundle_tokens
@@ -285,6 +300,7 @@ class StockGroup:
 
     def _name(self, block_hash: BlockHash, suffix: bytes | None) -> BlockHash | None:
         """Return the name of this group's bundle; a bare hash names one of the evicting layers."""
-        if suffix is None:
-            return None
+        return None if suffix is None else self._named(block_hash, suffix)
+
+    def _named(self, block_hash: BlockHash, suffix: bytes) -> BlockHash:
         return BlockHash(block_hash + b"/" + str(self._index).encode() + suffix)

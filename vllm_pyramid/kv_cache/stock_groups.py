@@ -149,6 +149,11 @@ class StockGroups:
         """Let nobody find what the step being scheduled computes of a request."""
         self._noted.pop(request_id, None)
 
+    @property
+    def noted_requests(self) -> list[str]:
+        """Return the requests of the step being scheduled."""
+        return list(self._noted)
+
     def publish_noted(self) -> None:
         """Let later steps find what this step computes."""
         for request_id, computed in self._noted.items():

@@ -58,11 +58,11 @@ class Feature(Enum):
     RANDOM_HASHES = "--prefix-caching-hash-algo"
     HOST_CACHE = "--kv-host-cache"
     HOST_FOLDER = "--kv-host-cache-dir"
+    KV_EVENTS = "--kv-events-config"
     CACHE_METRICS = "--kv-cache-metrics"
     ONE_BLOCK_TABLE = (
         "vLLM's hybrid KV cache manager switched off",
-        "leave --disable-hybrid-kv-cache-manager out; KV events and chunked local attention switch "
-        "it off, too",
+        "leave --disable-hybrid-kv-cache-manager out; chunked local attention switches it off, too",
     )
     OTHER_CACHE = "--kv-cache-dtype"
     FP8_CACHE = "an fp8 cache", "leave --kv-cache-dtype out"
@@ -124,7 +124,7 @@ OF_REQUESTS = frozenset(
     )
 )
 # A feature that is found by prefix caching needs what prefix caching needs.
-_FOUND_BY_PREFIX = (Feature.HOST_CACHE, Feature.KV_TURNS)
+_FOUND_BY_PREFIX = (Feature.HOST_CACHE, Feature.KV_EVENTS, Feature.KV_TURNS)
 # Features in use, each in the user's words.
 Used: TypeAlias = Mapping[Feature, str]
 # A feature, or several that do not work together, with the reason; or with the reason and what to

@@ -131,15 +131,19 @@ def _finds_prefixes(
     Raises:
         ValueError: the model cannot, and the flag asks for it.
     """
-    if not asked or coordinator.share_prefixes():
-        return asked
+    events = coordinator.block_pool.enable_kv_cache_events
+    if asked and coordinator.share_prefixes():
+        return True
+    if not asked and not events:
+        return False
     reason = (
         "layers of this model keep a state, or they or those of a draft model have larger blocks "
         "than those that evict"
     )
-    if settings.asks_prefix_caching:
+    if settings.asks_prefix_caching or events:
+        flag = "--kv-events-config" if events else "--enable-prefix-caching"
         raise ValueError(
-            f"a KV policy does not work with --enable-prefix-caching and this model yet: {reason}; "
+            f"a KV policy does not work with {flag} and this model yet: {reason}; "
             "leave the flag out"
         )
     logger.info("kv-policy %s: prefix caching is off: %s", settings.policy.name, reason)

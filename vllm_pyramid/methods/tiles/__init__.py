@@ -86,6 +86,9 @@ class AntidiagonalTiles(Prefill):
             Feature.PIPELINE: f"{tiles}, which was not tried with several stages",
             Feature.OTHER_LAYERS: f"{tiles}, which was not tried with a sliding window or a state",
             Feature.PROMPT_LOGPROBS: f"{tiles}, so they would be approximate",
+            Feature.KV_EVENTS: (
+                f"{tiles}, and requests without this part do not find them, which no router knows"
+            ),
             Feature.KV_TURNS: (
                 f"{tiles}, and where a turn ended inside a tile a resumed prompt would not be the "
                 "one that is computed again"
