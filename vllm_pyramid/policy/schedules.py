@@ -119,9 +119,9 @@ class IntervalSchedule(Schedule):
 
 # Where generated tokens get levels.
 _WITH_ANSWERS: Unsupported = {
-    Feature.DRAFTS: "queries of drafts that are rejected would be among those that score answers",
-    Feature.PIPELINE: "only the last stage is heard if scores fail in the middle of an answer",
-    Feature.INNER_SPANS: "their tokens are not known again behind an eviction",
+    Feature.DRAFTS: "with `answers`, queries of rejected drafts would be among those that score",
+    Feature.PIPELINE: "with `answers`, the last stage alone is heard if scores fail there",
+    Feature.INNER_SPANS: "with `answers`, their tokens are not known again behind an eviction",
 }
 
 
