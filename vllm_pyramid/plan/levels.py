@@ -104,10 +104,15 @@ class LevelPlan(RetentionPlan):
         return super().num_bytes + sum(level.num_bytes for level in self.levels) + 500
 
     def estimate(self) -> RetentionPlan:
-        """Return the plan that keeps the least: what the request can be reduced to."""
+        """Return the plan that keeps the least of the prompt: what it can be reduced to."""
+        return RetentionPlan((_floor(self),))
+
+    def least(self) -> RetentionPlan:
+        """Return the plan that keeps the least, of answers too: what the request can be reduced to
+        once it is processed."""
         if not self.answers:
-            return RetentionPlan((self.levels[-1],))
-        return RetentionPlan((_floor(self),), self.answers, lambda at: _floor(self._of_length(at)))
+            return self.estimate()
+        return self.estimate().repeated(self.answers, lambda at: _floor(self._of_length(at)))
 
     def point_by(self, computed: int) -> int:
         """Return the last point at which tokens get levels, at most `computed` tokens behind the
