@@ -77,7 +77,7 @@ def test_orders_are_those_of_the_first_runner_on_the_cpu(
     assert all(report["evicted_after"] for report in reports)
     points = [report.get("computed_tokens", 0) for report in reports]
     assert any(points) and all(
-        not point or point > len(prompt) and (point - len(prompt)) % EVERY == 0
+        not point or (point > len(prompt) and (point - len(prompt)) % EVERY == 0)
         for point, prompt in zip(points, prompts, strict=True)
     )
     if graphs:

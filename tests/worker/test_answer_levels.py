@@ -215,3 +215,22 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: s
         assert on_host._requests[name].point == late._requests[name].point == PROMPTS[name] + EVERY
         for layer, marks in on_host._requests[name].marks.items():
             assert torch.equal(marks, data_of(late._requests[name].marks[layer]))
+
+
+def test_one_that_fails_at_a_point_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the scheduler ends it, it may order by the levels that it knows, those of before."""
+    host = Host()
+    launch_tables(monkeypatch, host)
+    worker, late, queries = _worker(_policy(), host, copies=False)
+    worker.step(PROMPTS)
+    late.take_losses()
+    for count in range(EVERY):
+        worker.spoiled = "b" if count == 5 else None
+        worker.step(dict.fromkeys(PROMPTS, 1))
+    assert {name: point for name, (point, _) in late.take_losses().items()} == {"a": 90, "c": 121}
+    assert list(worker.failed) == ["b"] and worker.failed["b"].kind == "scores"
+    cache = worker.cache.clone()
+    _order(worker, late, "b", [(45, 0)])
+    assert torch.equal(cache.nan_to_num(), worker.cache.nan_to_num()), "nothing moves"
+    for name in "ac":
+        _check(worker, late, queries, name, PROMPTS[name] + EVERY)

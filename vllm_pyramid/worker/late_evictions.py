@@ -16,7 +16,7 @@ longest of these prompts, n tokens that a request holds of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,6 +77,7 @@ class LateEvictions(StepHooks, EvictionHooks):
         self._of: StepEvictions | None = None
         self._at_levels: list[StepEvictions] = []
         self._unreported: list[str] = []
+        self._failed: Container[str] = ()  # as far as the host knows
 
     # The end of a prompt --------------------------------------------------------------------------
 
@@ -113,6 +114,7 @@ class LateEvictions(StepHooks, EvictionHooks):
         Args:
             levels: of each request of the step's; one without levels keeps those that it has.
         """
+        self._failed = evictions.failures.of
         for index, (name, own) in enumerate(zip(evictions.request_ids, levels, strict=True)):
             if own:
                 skip = dict(enumerate(evictions.previous_skips[:, index].tolist()))
@@ -182,7 +184,9 @@ class LateEvictions(StepHooks, EvictionHooks):
             if (plan := follow(request_id, order.orders)) is None:
                 continue
             (at, level), point = order.orders[-1], plan.end
-            levels = self._requests.get(request_id, _Levels(at, 0))
+            levels = self._requests.get(request_id)
+            if levels is None or request_id in self._failed:
+                levels = _Levels(at, 0)
             if levels.point != at:
                 raise PlanMismatchError(
                     f"request {request_id} is ordered to evict up to token {at} and has levels up "
