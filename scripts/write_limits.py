@@ -22,6 +22,7 @@ from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.page_scorer import PageScorer
 from vllm_pyramid.policy.policy import SECTIONS
 from vllm_pyramid.policy.request import TOGETHER
+from vllm_pyramid.policy.schedules import PressureSchedule
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "limits.md"
 MARKS = "<!-- Written by scripts/write_limits.py -->\n", "<!-- As far as here -->\n"
@@ -36,6 +37,7 @@ class OwnPages(PageScorer):
 # Parts whose fields say what they do not support.
 EXAMPLES = (
     EvictionPoints(tokens=512),
+    PressureSchedule(answers=1024),
     KvpressScorer(press="SnapKVPress"),
     KvpressScorer(press="TOVAPress"),
     OwnPages(),

@@ -21,7 +21,7 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
-from vllm_pyramid.plan import LevelPlan
+from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.worker.late_evictions import _lost
 
 pytestmark = pytest.mark.engine
@@ -134,15 +134,15 @@ def _survivors(engine: Engine) -> Iterator[dict[tuple[int, int], list[torch.Tens
     ages: dict[int, int] = {}
 
     def compacted(
-        layer: int, levels: Any, marks: Any, plan: LevelPlan, level: int, table: Any
+        layer: int, levels: Any, marks: Any, point: EvictionPoint, level: int, table: Any
     ) -> None:
-        first = levels.skip.get(layer, 0) // plan.block_size
-        compact(layer, levels, marks, plan, level, table)
-        places = torch.arange(int(plan.levels[level].skip[layer]), plan.prompt_len)
-        blocks = table[0].long()[places // plan.block_size - first]
+        size, first = point.block_size, levels.skip.get(layer, 0) // point.block_size
+        compact(layer, levels, marks, point, level, table)
+        places = torch.arange(int(point.skip[layer]), point.computed)
+        blocks = table[0].long()[places // size - first]
         caches = late._caches[layer][1]
         age = ages.setdefault(id(levels), len(ages))
-        found[age, layer] = [cache[blocks, :, places % plan.block_size].clone() for cache in caches]
+        found[age, layer] = [cache[blocks, :, places % size].clone() for cache in caches]
 
     late._compact = compacted
     try:

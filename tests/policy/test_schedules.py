@@ -84,7 +84,6 @@ def test_a_short_prompt_grows_until_the_budget() -> None:
     assert held == [100, 164, 212, 212, 212]
 
 
-@settings(deadline=None)
 @given(
     prompt_len=st.integers(0, 400),
     budget=st.integers(9, 300),
@@ -175,6 +174,17 @@ def test_a_schedule_may_set_lengths_and_protect_tokens() -> None:
             {"schedule": "prompt_end", "chunk.tokens": 64, "chunk.scorer": None},
             "choose another chunk.scorer",
         ),
+        (
+            "random",
+            {"schedule": "pressure", "schedule.answers": 512},
+            "`scorer: random` needs positions",
+        ),
+        (
+            "snapkv",
+            {"schedule": "pressure", "schedule.answers": 512, "fill_blocks": False},
+            "survivors begin inside a block",
+        ),
+        ("snapkv", {"schedule": "pressure", "schedule.answers": 7}, "7 is less than the window"),
         ("h2o", {"schedule": "hourly"}, "valid kinds: interval, pressure, prompt_end"),
     ],
 )
@@ -246,9 +256,56 @@ def test_levels_are_nested_and_end_at_the_floor(
         load_policy("snapkv", one, args).plan(prompt_len, layers, 16).end.skip for one in falling
     ]
     assert all(any((skip == one).all() for one in every) for skip in skips[:-1])
-    ordered = plan.ordered(range(len(skips)))
+    ordered = plan.ordered([(prompt_len, level) for level in range(len(skips))])
     for number, skip in enumerate(skips, 1):
         assert (ordered.skip_after(number) == skip).all()
     assert ordered.evictions_by(prompt_len) == len(skips)
     assert ordered.next_eviction(prompt_len) is None
     assert (plan.estimate().end.skip == skips[-1]).all()
+
+
+@given(
+    prompt_len=st.integers(1, 900),
+    answers=st.integers(16, 300),
+    budget=st.sampled_from([40, "12%", "30%"]),
+    given=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=6),
+    computed=st.integers(0, 2000),
+)
+def test_orders_of_answers_never_give_a_slot_twice(
+    prompt_len: int,
+    answers: int,
+    budget: int | str,
+    given: list[tuple[int, int]],
+    computed: int,
+) -> None:
+    """An order of a later point keeps what a prompt of that length would, or what was left."""
+    args = {"allocator": "arithmetic", "window": 16, "schedule": "pressure"}
+    policy = load_policy("snapkv", budget, {**args, "schedule.answers": answers})
+    plan = policy.plan(prompt_len, 5, 16)
+    assert isinstance(plan, LevelPlan) and plan.evicts, "answers may be evicted in any case"
+    orders: list[tuple[int, int]] = []
+    for count, level in sorted(given):
+        point = prompt_len + count * answers
+        assert plan.point_by(point) == plan.point_by(point + answers - 1) == point
+        if level < len(plan.levels_at(point)) and (point, level) not in orders:
+            orders.append((point, level))
+    if not orders:
+        return
+    ordered = plan.ordered(orders)
+    assert ordered.end_number == len(orders) and not ordered.every
+    skip = np.zeros(5, np.int32)
+    for number, (point, level) in enumerate(orders, 1):
+        alone = policy.plan(point, 5, 16)
+        assert isinstance(alone, LevelPlan)
+        found = ordered.after(number)
+        assert (found.skip == np.maximum(alone.levels[level].skip, skip)).all()
+        assert found.computed == point and (found.skip % 16 == 0).all()
+        assert (found.keep <= found.held).all() and found.keep.min() >= 16
+        assert found.budget_tokens == -(-int(found.keep.sum()) // 5)
+        skip = found.skip
+    assert not plan.estimate().every, "whoever starts again holds all of it first"
+    least = plan.least()
+    assert (
+        least.skip_after(least.evictions_by(prompt_len + computed)) <= computed + prompt_len
+    ).all()
+    assert least.every == answers and least.prompt_len == prompt_len

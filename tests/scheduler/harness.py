@@ -397,6 +397,8 @@ class PlainWorker:
     num_solved: int = 0
     num_rejected: int = 0  # drafts
     num_accepted: int = 0
+    num_answers: int = 0  # points behind a prompt at which tokens got levels
+    levelled: dict[str, int] = field(default_factory=dict)  # where the last time
 
     def __post_init__(self) -> None:
         setup = self.setup
@@ -441,8 +443,9 @@ class PlainWorker:
         for request_id, order in messages.get(LEVELS, {}).items():
             # By the tokens of a step vLLM tells a report of before a preemption.
             assert output.num_scheduled_tokens[request_id] > 0
-            if (plan := self.tracker.order(request_id, order.levels)) is not None:
-                self._carry_out(self.rows[request_id], plan.levels[order.levels[-1]], order)
+            if (plan := self.tracker.order(request_id, order.orders)) is not None:
+                assert order.orders[-1][0] == self.levelled[request_id], "levels of another point"
+                self._carry_out(self.rows[request_id], plan.end, order)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         request_ids = list(output.num_scheduled_tokens)
@@ -520,15 +523,22 @@ class PlainWorker:
             StepReport(evictions, reports | ({LEVELS: losses} if losses else {}), {}, 0),
         )
 
-    def _losses(self, step: Step) -> dict[str, list[float]]:
-        """Any shares that levels might lose of the prompts that end in this step."""
+    def _losses(self, step: Step) -> dict[str, tuple[int, list[float]]]:
+        """Any shares that levels might lose of the requests that come to a point in this step."""
         found = {}
-        rows = [] if step.evictions is None else step.evictions.rows.tolist()
-        for row in rows:
-            plan = step.requests[row].plan
-            if isinstance(plan, LevelPlan):
-                losses = sorted(self.random.random() for _ in plan.levels)
-                found[step.requests[row].request_id] = losses
+        for row, request in enumerate(step.requests):
+            plan, before = request.initial, int(step.computed[row])
+            if not isinstance(plan, LevelPlan):
+                continue
+            end = before + int(step.scheduled[row])
+            point = plan.prompt_len if before < plan.prompt_len else plan.point_by(end)
+            levels = plan.levels_at(point, step.skips[:, row]) if before < point <= end else ()
+            if point > plan.prompt_len and self.random.random() < 0.2:
+                continue  # without a place for its queries
+            if levels:
+                self.levelled[request.request_id] = point
+                self.num_answers += point > plan.prompt_len
+                found[request.request_id] = point, sorted(self.random.random() for _ in levels)
         return found
 
     def _carry_out(self, row: Row, point: EvictionPoint, order: LateEviction) -> None:

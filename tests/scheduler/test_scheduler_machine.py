@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -581,7 +582,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stop <= plan.prompt_len, f"{name}: a chunk crosses the end of the prompt"
         left = stop - computed - scheduled
         policy = self.scheduler.pyramid.policy
-        window = policy.min_last_chunk
+        window = min(policy.min_last_chunk, stop)
         if policy.inner_policy is not None and stop < plan.prompt_len:
             window = policy.inner_policy.min_last_chunk
         assert left >= window or (left == 0 and scheduled >= window), (name, computed, scheduled)
@@ -689,8 +690,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if isinstance(plan, DeferredPlan):
                     self.check_promise(plan, resolved)
                 elif isinstance(plan, LevelPlan):
-                    places = [plan.levels.index(point) for point in resolved.points]
-                    assert places == sorted(set(places)), "a level that keeps more than before"
+                    for before, point in pairwise(resolved.points):
+                        assert (
+                            before.skip <= point.skip
+                        ).all() and before.skip.sum() < point.skip.sum()
+                        assert before.computed <= point.computed
+                    self.check_levels(plan, resolved)
                 else:
                     assert resolved is plan
                 assert plan.evicts and processed >= plan.exact_tokens
@@ -700,6 +705,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_peak(name, request)
             if self.scheduler.pyramid.chunks.admission is not None:
                 self.check_forecast(name, request, self.scheduler.pyramid.chunks.admission)
+
+    def check_levels(self, plan: LevelPlan, resolved: RetentionPlan) -> None:
+        """What it was ordered to are levels of a prompt of as many tokens, or less."""
+        assert len({id(point) for point in resolved.points}) == len(resolved.points)
+        for point in resolved.points:
+            past = point.computed - plan.prompt_len
+            self.seen["answers evicted"] += past > 0
+            assert past % (plan.answers or 1 << 30) == 0
+            levels = plan.levels_at(point.computed)
+            assert any((level.skip <= point.skip).all() for level in levels)
+            if past == 0:
+                assert any(level is point for level in levels)
 
     @property
     def drafts_in_flight(self) -> int:
@@ -1389,6 +1406,30 @@ VARIANTS |= {
     ),
 }
 
+# Orders that evict from answers, too.
+ANSWERS: dict[str, Any] = {
+    **PRESSURE,
+    "policy_args": (*PRESSURE["policy_args"], ("schedule.answers", 7)),
+}
+VARIANTS |= {
+    "sync-pressure-answers": Setup(**ANSWERS, **SMALL),
+    "async-shared-pressure-answers": Setup(prefix_caching=True, asynchronous=True, **ANSWERS),
+    "async-v2-pressure-answers-at-once": Setup(
+        asynchronous=True,
+        runner_v2=True,
+        reserve_full_prompt=False,
+        **{**ANSWERS, "admission": "prompt"},
+        **SMALL,
+    ),
+    "async-shared-pressure-answers-beside": Setup(
+        beside=CAUSAL,
+        prefix_caching=True,
+        asynchronous=True,
+        priorities=True,
+        **ANSWERS,
+    ),
+}
+
 # Fields of `Setup` that change numbers, and not which code runs.
 NUMBERS = (
     *("budget", "min_tokens", "further", "block_size", "num_layers", "max_model_len"),
@@ -1476,6 +1517,7 @@ def test_machine_sees_what_it_is_for(variant: str, seed: int) -> None:
         happenings += ["evicted later"] if forecast else ["evicted later", "evicted later again"]
     if "pressure" in variant:
         happenings = ["ordered", "ordered again", "kept whole", "mixed steps"]
+        happenings += ["answers evicted"] if "answers" in variant else []
         happenings += ["hits"] if setup.prefix_caching else []
         happenings += ["host loaded"] if setup.host_slots else []
     if "sampled" in variant:

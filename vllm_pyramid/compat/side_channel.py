@@ -27,8 +27,8 @@ _STATS = "vllm_pyramid"
 # Of a step's messages: blocks that take copies of what evictions overwrite, by request; where
 # requests resumed their sessions; what is copied between the device and the tier below its pool.
 PREFIXES, SESSIONS, TIER = "prefixes", "sessions", "tier"
-# Of a step's messages: to which levels requests are evicted before it. Of its reports: what these
-# levels lose of the prompts that ended in it.
+# Of a step's messages: to which levels requests are evicted before it. Of its reports: which
+# requests got levels in it, and what these lose.
 LEVELS = "levels"
 # Of a step's reports: how many files of the host cache could not be written.
 HOST_CACHE = "host_cache"

@@ -20,7 +20,7 @@ from vllm_pyramid.plan.bounds import (
 from vllm_pyramid.plan.budget import Budget
 from vllm_pyramid.plan.deferred import DeferredPlan, Plan
 from vllm_pyramid.plan.eviction_point import Eviction, EvictionPoint, IntArray
-from vllm_pyramid.plan.levels import LateEviction, LevelPlan
+from vllm_pyramid.plan.levels import LateEviction, LevelPlan, Order
 from vllm_pyramid.plan.mismatch import PlanMismatchError
 from vllm_pyramid.plan.piece import Piece
 from vllm_pyramid.plan.retention import RetentionPlan
@@ -34,6 +34,7 @@ __all__ = [
     "IntArray",
     "LateEviction",
     "LevelPlan",
+    "Order",
     "Piece",
     "Plan",
     "PlanMismatchError",

@@ -112,6 +112,14 @@ class EvictionPoint:
             in_place=in_place,
         )
 
+    def skipping(self, skip: IntArray) -> EvictionPoint:
+        """Return the point with these skips; the point itself if they are its own."""
+        if skip.tobytes() == self.skip.tobytes():  # in less time than an array operation takes
+            return self
+        held = self.computed - skip
+        keep = np.where(skip < self.skip, held, np.minimum(self.keep, held))
+        return replace(self, skip=read_only(skip), keep=read_only(keep))
+
     @property
     def num_layers(self) -> int:
         """Layers that the point is for."""

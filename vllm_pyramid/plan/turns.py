@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray, read_only
+from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray
 from vllm_pyramid.plan.retention import RetentionPlan
 
 
@@ -65,24 +65,15 @@ def with_turns(
             continue
         wanted = np.maximum(turn.skip, skip)
         if not _same(wanted, skip):
-            inner.append(_skipping(turn, wanted))
+            inner.append(turn.skipping(wanted))
             skip, end = wanted, turn.computed
     if not inner and ends_with_eviction:
         return plan
     if ends_with_eviction and plan.prompt_len - end >= min_distance:
         skip = np.maximum(plan.end.skip, skip)
-    return replace(plan, points=(*inner, _skipping(plan.end, skip)))
+    return replace(plan, points=(*inner, plan.end.skipping(skip)))
 
 
 def _same(one: IntArray, other: IntArray) -> bool:
     """Return whether two int32 arrays are equal, in less time than an array operation takes."""
     return one.tobytes() == other.tobytes()
-
-
-def _skipping(point: EvictionPoint, skip: IntArray) -> EvictionPoint:
-    """Return the point with these skips; the point itself if they are its own."""
-    if _same(point.skip, skip):
-        return point
-    held = point.computed - skip
-    keep = np.where(skip < point.skip, held, np.minimum(point.keep, held))
-    return replace(point, skip=read_only(skip), keep=read_only(keep))

@@ -64,7 +64,7 @@ def plan_prompt(
     in_place = stays_in_place(policy, min((*evicting, prompt_len)), block_size, spans)
     plan = end_plan(policy, prompt_len, num_layers, block_size, budget, spans, in_place)
     if policy.schedule.waits_for_orders:
-        return _level_plan(policy, plan, num_layers, block_size, spans)
+        return _level_plan(policy, plan, num_layers, block_size, budget, spans)
     if not turns:
         return policy.chunk.plan(policy, plan, spans)
     assert isinstance(plan, RetentionPlan) and turns[-1] < prompt_len
@@ -97,19 +97,26 @@ def _answer_point(policy: Policy, end: EvictionPoint, target: int, computed: int
 
 
 def _level_plan(
-    policy: Policy, floor: Plan, num_layers: int, block_size: int, spans: Spans
+    policy: Policy, floor: Plan, num_layers: int, block_size: int, budget: Budget, spans: Spans
 ) -> Plan:
     """Return the plan of a prompt that orders evict step by step, down to `floor`.
 
-    Each level's share is one of what no span has, as the floor's is.
+    Each level's share is one of what no span has, as the floor's is. To later points, the tokens
+    computed by then are a prompt.
     """
     assert isinstance(floor, RetentionPlan), "refused by `Heads.works_with_orders` and its like"
     plans = (
-        end_plan(policy, floor.prompt_len, num_layers, block_size, budget, spans)
-        for budget in (Budget(tokens=max(floor.prompt_len, 1)), *policy.schedule.budgets_above)
+        end_plan(policy, floor.prompt_len, num_layers, block_size, share, spans)
+        for share in (Budget(tokens=max(floor.prompt_len, 1)), *policy.schedule.budgets_above)
     )
     whole, *levels = [plan.estimate().end for plan in plans]
-    return LevelPlan.of(whole, [*levels, floor.end])
+
+    def longer(tokens: int) -> RetentionPlan:
+        plan = plan_prompt(policy, tokens, num_layers, block_size, budget, (), spans)
+        assert isinstance(plan, RetentionPlan)
+        return plan
+
+    return LevelPlan.of(whole, [*levels, floor.end], policy.schedule.levels_every, longer)
 
 
 def reusable_tokens(policy: Policy, plan: Plan) -> int | None:

@@ -67,6 +67,11 @@ class Schedule(Component):
         return ()
 
     @property
+    def levels_every(self) -> int:
+        """Generated tokens after which orders may evict them, too; 0: they evict prompts alone."""
+        return 0
+
+    @property
     def works_in_every_step(self) -> bool:
         """Whether decode steps may end at an eviction."""
         return self.every > 0
@@ -162,20 +167,31 @@ class IntervalSchedule(Schedule):
             )
 
 
+# Where generated tokens get levels.
+_WITH_ANSWERS: Unsupported = {
+    Feature.DRAFTS: "with `answers`, queries of rejected drafts would be among those that score",
+    Feature.PIPELINE: "with `answers`, the last stage alone is heard if scores fail there",
+    Feature.INNER_SPANS: "with `answers`, their tokens are not known again behind an eviction",
+}
+
+
 class PressureSchedule(Schedule):
-    """Evict a prompt only when the pool lacks blocks, as little as is needed.
+    """Evict only when the pool lacks blocks, as little as is needed.
 
     At the prompt's end every token gets a level, from the scores that the other schedules evict by.
     When blocks are missing, the scheduler orders requests to a level: those that lose the smallest
     share of their scores for each block. A request keeps the policy's budget at least. Tokens of an
-    answer are never evicted.
+    answer are evicted only with `answers`.
 
     Attributes:
         levels: budgets above the policy's own, as shares of the prompt.
+        answers: generated tokens after which all tokens of a request get levels again, scored by
+            the last queries; budgets are then of the tokens so far. 0: answers are not evicted.
     """
 
     kind: Literal["pressure"] = "pressure"
     levels: tuple[str, ...] = ("50%", "25%")
+    answers: int = Field(default=0, ge=0)
 
     @field_validator("levels")
     @classmethod
@@ -191,6 +207,15 @@ class PressureSchedule(Schedule):
         return True
 
     @property
+    def levels_every(self) -> int:
+        return self.answers
+
+    @property
+    def works_during_prompt(self) -> bool:
+        """Whether layers keep queries; the steps that do run without graphs (`AnswerLevels`)."""
+        return self.answers > 0
+
+    @property
     def budgets_above(self) -> tuple[Budget, ...]:
         return tuple(Budget.parse(one) for one in self.levels)
 
@@ -200,6 +225,7 @@ class PressureSchedule(Schedule):
             Feature.KV_TURNS: "it evicts when blocks are missing, not where a turn ends",
             Feature.TRACE: "what a request keeps is not known at its prompt's end",
             Feature.SHADOW: "an answer may be evicted from at any token, or not at all",
+            **(_WITH_ANSWERS if self.answers else {}),
         }
 
     def check(self, policy: Policy) -> None:
@@ -216,3 +242,17 @@ class PressureSchedule(Schedule):
                     f"`{part.section}: {part.kind}` cannot evict later than it scores; choose "
                     "auto, snapkv or pyramidkv, or leave the flag out"
                 )
+        if not self.answers:
+            return
+        reason = None
+        if policy.scorer.needs_positions:
+            reason = f"`scorer: {policy.scorer.kind}` needs positions, which survivors do not have"
+        elif not policy.fill_blocks:
+            reason = "without fill_blocks survivors begin inside a block, and whole ones are scored"
+        elif self.answers < (least := max(policy.window, 1)):
+            reason = f"{self.answers} is less than the window of {least} tokens that stay"
+        if reason is not None:
+            raise ValueError(
+                f"policy {policy.name!r} cannot evict answers (schedule.answers): {reason}; set "
+                "another number, or 0 to evict prompts alone"
+            )

@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.shared_blocks import Requests
-from vllm_pyramid.plan import Plan, RetentionPlan, least_given_back, tokens_per_step
+from vllm_pyramid.plan import LevelPlan, Plan, RetentionPlan, least_given_back, tokens_per_step
 from vllm_pyramid.scheduler.forecast import (
     Numbers,
     RequestArrays,
@@ -283,7 +283,8 @@ class Admission:
         given_back: Numbers | int = self._given_back(plan, plan.end_number)
         if own_plan.is_deferred:  # until the worker reports
             given_back = least_given_back(own_plan, self._coordinator.layer_blocks.block_sizes)
-        bound = self._bound(plan, prompt_len + most - 1)
+        reduced = own_plan.least() if isinstance(own_plan, LevelPlan) else plan
+        bound = self._bound(reduced, prompt_len + most - 1)
         self.table.put(
             request.request_id,
             (prompt_len, least, most, request.num_tokens, chunk),

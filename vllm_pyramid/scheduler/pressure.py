@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order evictions when blocks are missing (`PressureSchedule`).
 
-    a prompt ends     the worker reports what each level would lose              on_step_report
+    a prompt ends     the worker reports what each level would lose, here and    on_step_report
+                      where an answer gets levels
     a step ends       the next steps lack blocks: requests are ordered to levels orders
     the next report   the worker has evicted: the blocks go back                 on_eviction
 
@@ -29,7 +30,14 @@ from vllm_pyramid.compat.side_channel import LEVELS
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.orders import OrderedBlocks
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
-from vllm_pyramid.plan import LateEviction, LevelPlan, Plan, RetentionPlan
+from vllm_pyramid.plan import (
+    EvictionPoint,
+    LateEviction,
+    LevelPlan,
+    Order,
+    Plan,
+    RetentionPlan,
+)
 from vllm_pyramid.step.hooks import SchedulerHooks
 
 Numbers = npt.NDArray[np.int64]
@@ -44,16 +52,21 @@ class _Levelled:
 
     Attributes:
         record: its progress; it has another one after a preemption, and then no levels yet.
-        losses: the share of its scores that each level loses.
-        levels: those that it has been ordered to, one after another.
+        point: the tokens up to which it has levels.
+        levels: what each of them keeps. losses: the share of its scores that each loses.
+        orders: those that it has been given, one after another.
         generated: how many tokens it had generated at each of these orders.
+        lost: the share of its scores that the last one lost.
         pending: `[stages]` blocks that the last order frees once it is reported; None: none do.
     """
 
     record: SchedulerRequest
-    losses: Sequence[float]
-    levels: list[int] = field(default_factory=list)
+    point: int = 0
+    levels: Sequence[EvictionPoint] = ()
+    losses: Sequence[float] = ()
+    orders: list[Order] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
+    lost: float = 0.0
     pending: Numbers | None = None
 
     @property
@@ -64,9 +77,24 @@ class _Levelled:
         return plan
 
     @property
-    def lost(self) -> float:
-        """The share of its scores that it has lost."""
-        return self.losses[self.levels[-1]] if self.levels else 0.0
+    def now(self) -> int:
+        """The level that it has been ordered to, of those that it has; -1: none."""
+        return self.orders[-1][1] if self.orders and self.orders[-1][0] == self.point else -1
+
+    def ordered(self) -> RetentionPlan:
+        """Return the plan of its orders."""
+        return self.plan.ordered(self.orders)
+
+    def may_evict(self, request: Request) -> bool:
+        """Return whether its levels are those that the worker has when an order comes there.
+
+        Not before its prompt is processed, nor while a step is under way in which it gets others.
+        """
+        processed = request.num_computed_tokens - request.num_in_flight_tokens
+        if processed < request.num_prompt_tokens or self.pending is not None:
+            return False
+        by = self.plan.point_by
+        return by(processed) == by(request.num_computed_tokens)
 
 
 class Pressure(SchedulerHooks):
@@ -179,15 +207,12 @@ class Pressure(SchedulerHooks):
         freed: dict[tuple[int, int], Numbers] = {}
         for age, request in enumerate(running):
             levelled = self._requests.get(request.request_id)
-            processed = request.num_computed_tokens - request.num_in_flight_tokens
-            if levelled is None or levelled.pending is not None:
+            if levelled is None or not levelled.may_evict(request):
                 continue
-            if processed < request.num_prompt_tokens:
-                continue  # the losses are of before a preemption
-            now = levelled.levels[-1] if levelled.levels else -1
+            now = levelled.now
             freed[age, now] = np.zeros(len(stages), np.int64)
-            for level in range(now + 1, len(levelled.plan.levels)):
-                blocks = self.blocks.freed_by(request.request_id, levelled.plan.levels[level])
+            for level in range(now + 1, len(levelled.levels)):
+                blocks = self.blocks.freed_by(request.request_id, levelled.levels[level])
                 if blocks is not None and (blocks >= 0).all():
                     freed[age, level] = stages.sums(blocks)
             self._add_steps(steps, levelled, freed, age, now)
@@ -196,7 +221,7 @@ class Pressure(SchedulerHooks):
             request = running[age]
             levelled = self._requests[request.request_id]
             last = chosen.get(request.request_id)
-            now = last[1] if last else (levelled.levels[-1] if levelled.levels else -1)
+            now = last[1] if last else levelled.now
             if before != now:
                 continue  # it has gone further
             lacking = lacking - (freed[age, level] - freed[age, now])
@@ -223,28 +248,37 @@ class Pressure(SchedulerHooks):
 
     def _order(self, request: Request, level: int, freed: Numbers) -> LateEviction:
         levelled = self._requests[request.request_id]
-        self._lost += levelled.losses[level] - levelled.lost
-        levelled.levels.append(level)
+        before = levelled.losses[levelled.now] if levelled.now >= 0 else 0.0
+        self._lost += levelled.losses[level] - before
+        levelled.orders.append((levelled.point, level))
+        levelled.lost = levelled.losses[level]
         levelled.generated.append(request.num_output_tokens)
         levelled.pending = freed
         self._pending += freed
         self._orders += 1
         self._to_floor += level + 1 == len(levelled.losses)
-        plan = levelled.plan.ordered(levelled.levels)
-        return LateEviction(tuple(levelled.levels), self.blocks.order(request.request_id, plan))
+        blocks = self.blocks.order(request.request_id, levelled.ordered())
+        return LateEviction(tuple(levelled.orders), blocks)
 
     # Reports --------------------------------------------------------------------------------------
 
     def on_step_report(self, report: Any, is_alive: Callable[[str], bool]) -> None:
-        """Take the losses of prompts that have ended."""
+        """Take the losses of requests that have got levels."""
         records = self._coordinator.plans.records
-        for request_id, losses in report.items():
+        for request_id, (point, losses) in report.items():
             record = records.get(request_id)
             if record is None or not is_alive(request_id) or not record.num_blocks:
                 continue
-            if isinstance(plan := record.terms.plan, LevelPlan):
-                assert len(losses) == len(plan.levels), (losses, len(plan.levels))
-                self._requests[request_id] = _Levelled(record, losses)
+            if not isinstance(record.terms.plan, LevelPlan):
+                continue
+            levelled = self._requests.get(request_id)
+            if levelled is None or levelled.record is not record:
+                self._drop(request_id)
+                levelled = self._requests[request_id] = _Levelled(record)
+            skip = levelled.ordered().end.skip if levelled.orders else None
+            levelled.point, levelled.losses = point, losses
+            levelled.levels = levelled.plan.levels_at(point, skip)
+            assert len(losses) == len(levelled.levels), (losses, len(levelled.levels))
 
     def on_eviction(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
         """Take note that an order was carried out; its blocks go back now."""
@@ -258,12 +292,12 @@ class Pressure(SchedulerHooks):
         levelled = self._drop(request_id)
         if levelled is None:
             return {"kv_evict": "pressure", "evicted_after": [], "evicted_to": []}
-        budgets = [levelled.plan.levels[level].budget_tokens for level in levelled.levels]
+        points = levelled.ordered().points if levelled.orders else ()
         return {
             "kv_evict": "pressure",
             "evicted_after": levelled.generated,
-            "evicted_to": budgets,
-            **({"lost_share": round(levelled.lost, 4)} if levelled.levels else {}),
+            "evicted_to": [point.budget_tokens for point in points],
+            **({"lost_share": round(levelled.lost, 4)} if points else {}),
         }
 
     def totals(self) -> dict[str, Any]:

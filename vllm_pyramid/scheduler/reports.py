@@ -170,22 +170,23 @@ class Reports:
         layer_blocks = self._coordinator.layer_blocks
         served, plan = plans.records[request.request_id].terms.served, plans.of(request.request_id)
         assert served is not None, "the planner's terms have it"
-        whole = -(-plan.prompt_len // layer_blocks.block_sizes)
+        prompt_len = request.num_prompt_tokens
+        whole = -(-prompt_len // layer_blocks.block_sizes)
         report: dict[str, Any] = {
             "kv_policy": served.policy.name,
             "kv_budget": plan.budget_tokens,
-            "prompt_tokens": plan.prompt_len,
+            "prompt_tokens": prompt_len,
             **self._layers,
             **self._coordinator.layout.report(),
-            "kept_tokens": [plan.prompt_len] * layer_blocks.num_tables,
+            "kept_tokens": [prompt_len] * layer_blocks.num_tables,
             "evicted_tokens": 0,
-            "blocks_before": layer_blocks.full(plan.prompt_len),
+            "blocks_before": layer_blocks.full(prompt_len),
             "blocks_after": int(whole.sum()),
         }
         if self._policy.inner_policy is not None or served.turns is not None:
             report["inner_evictions"] = len(plan.inner)
         if served.turns is not None:
-            report["kv_turns"] = [*served.turns, plan.prompt_len]
+            report["kv_turns"] = [*served.turns, prompt_len]
             report["kv_turn_mode"] = EXACT if served.exact else RESUME
             reason, said = self._turns.of(request, served)
             self._turns.counts[reason] += ended
@@ -197,10 +198,10 @@ class Reports:
         resolved = plans.confirmed(request.request_id)
         if resolved is not None:
             number = plans.confirmed_number(request.request_id)
-            if request.num_computed_tokens >= plan.prompt_len:
+            if request.num_computed_tokens >= prompt_len:
                 number = max(number, resolved.end_number)  # which may have had nothing to give
             point = resolved.end
-            if resolved.every or number != resolved.end_number:
+            if resolved.every or number != resolved.end_number or point.computed != prompt_len:
                 # Everything below describes the latest eviction.
                 point = resolved.after(number)
                 report["kv_budget"] = point.budget_tokens
@@ -216,7 +217,7 @@ class Reports:
             report["kv_min_tokens"] = served.share_floor
         if served.keep:
             report["kv_keep"] = flat(served.keep)
-            report["protected_tokens"] = served.protected_tokens(plan.prompt_len)
+            report["protected_tokens"] = served.protected_tokens(prompt_len)
         for hooks in self._hooks if ended else ():
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.logger import init_logger
 
-from vllm_pyramid.plan import Eviction, LevelPlan, Plan, PlanMismatchError
+from vllm_pyramid.plan import Eviction, LevelPlan, Order, Plan, PlanMismatchError, RetentionPlan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import KEEP_EVERYTHING, for_request
 from vllm_pyramid.policy.request_keys import RESUME
@@ -106,27 +106,27 @@ class EvictionTracker:
         self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan, keep)
         self._num_open += plan.is_deferred or plan.waits_for_orders
 
-    def order(self, request_id: str, levels: Sequence[int]) -> LevelPlan | None:
+    def order(self, request_id: str, orders: Sequence[Order]) -> RetentionPlan | None:
         """Let a request follow what the scheduler has ordered; the next report confirms it.
 
         Args:
-            levels: of its plan, all that it has been ordered to; the last one is new.
+            orders: all that it has been given; the last one is new.
 
         Returns:
-            The plan that it arrived with; None if the request has ended meanwhile.
+            The plan of these orders; None if the request has ended meanwhile.
         """
         if (request := self._requests.get(request_id)) is None:
             return None
-        plan, number = request.initial, len(levels)
+        plan, number = request.initial, len(orders)
         if not isinstance(plan, LevelPlan):
             raise PlanMismatchError(
                 f"request {request_id} is ordered to evict, and its plan has no levels: scheduler "
                 "and worker disagree about the KV policy; report this"
             )
-        request.plan = ordered = plan.ordered(levels)
+        request.plan = ordered = plan.ordered(orders)
         given = ordered.skip_after(number) - ordered.skip_after(number - 1)
         self._ordered[request_id] = Eviction(int(given.sum()), None, number)
-        return plan
+        return ordered
 
     def remove(self, request_id: str) -> None:
         """Forget a request, which has finished."""
@@ -293,7 +293,7 @@ class EvictionTracker:
         skips_change = np.array(
             [
                 plan.is_deferred
-                or plan.waits_for_orders
+                or (isinstance(plan, LevelPlan) and bool(plan.levels))
                 or bool((plan.skip_after(number) != previous).any())
                 for (plan, number), previous in zip(
                     evicting, evictions.previous_skips.T, strict=True

@@ -8,6 +8,7 @@
                      step whose skips leave the others out
 
 What a level keeps is what an eviction to its budget keeps at the prompt's end, in every KV head.
+With `AnswerLevels` further points follow, which are as a prompt's end.
 
 Shape legend: S requests whose prompts end in the step, G KV heads of this rank, T tokens of the
 longest of these prompts, n tokens that a request holds of its prompt.
@@ -15,20 +16,27 @@ longest of these prompts, n tokens that a request holds of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from vllm_pyramid.kernels.contract import Ops
-from vllm_pyramid.plan import EvictionPoint, LateEviction, LevelPlan, Plan
+from vllm_pyramid.plan import (
+    EvictionPoint,
+    LateEviction,
+    LevelPlan,
+    Order,
+    Plan,
+    PlanMismatchError,
+    RetentionPlan,
+)
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.hooks import EvictionHooks, StepHooks
+from vllm_pyramid.step.hooks import EvictionHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.score_check import ranked
-from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.step_evictions import StepEvictions
 
 
@@ -37,13 +45,17 @@ class _Levels:
     """The levels of a request.
 
     Attributes:
-        marks: by layer, how many levels each token survives that the layer holds of the prompt:
+        point: the tokens up to which it has levels: those of the prompt, if no point followed.
+        count: of levels.
+        marks: by layer, how many levels each token survives that the layer holds up to the point:
             `[G, n]` uint8.
         lost: `[levels]` float32, the share of the scores that each level loses, summed over layers;
             None once it has been reported.
-        skip: by layer, tokens of the prompt that the layer has given up.
+        skip: by layer, tokens that the layer has given up.
     """
 
+    point: int
+    count: int
     marks: dict[int, torch.Tensor] = field(default_factory=dict)
     lost: torch.Tensor | None = None
     skip: dict[int, int] = field(default_factory=dict)
@@ -53,23 +65,28 @@ class LateEvictions(StepHooks, EvictionHooks):
     """Levels the prompts of one worker, and carries out orders.
 
     Args:
-        policy: the served policy. step: returns the step that runs now.
+        policy: the served policy. context: of the worker.
     """
 
     name = "pressure"
 
-    def __init__(self, policy: Policy, step: Callable[[], Step]) -> None:
-        self._policy, self._step = policy, step
+    def __init__(self, policy: Policy, context: WorkerContext) -> None:
+        self._policy, self._step = policy, context.step
         self._requests: dict[str, _Levels] = {}
         self._caches: dict[int, tuple[Ops, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._of: StepEvictions | None = None
         self._at_levels: list[StepEvictions] = []
+        self._unreported: list[str] = []
+        self._failed: Container[str] = ()  # as far as the host knows
 
     # The end of a prompt --------------------------------------------------------------------------
 
     def after_eviction(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
         """Level the tokens of the prompts that end in this step, in one layer."""
-        at_levels = self._evictions(evictions)
+        self._level_all(inputs, self._evictions(evictions))
+
+    def _level_all(self, inputs: AttentionInputs, at_levels: list[StepEvictions]) -> None:
+        """Level the tokens of requests in one layer, which are evicted to each level in turn."""
         if not at_levels:
             return
         first = at_levels[0]
@@ -86,21 +103,29 @@ class LateEvictions(StepHooks, EvictionHooks):
             self._of = evictions
             requests = self._step().requests
             plans = [requests[row].plan for row in evictions.rows.tolist()]
-            count = max((len(_levels(plan)) for plan in plans), default=0)
-            self._at_levels = [
-                evictions.with_points(
-                    {
-                        index: _levels(plan)[min(level, len(_levels(plan)) - 1)]
-                        for index, plan in enumerate(plans)
-                        if _levels(plan)
-                    }
-                )
-                for level in range(count)
-            ]
-            for name, plan in zip(evictions.request_ids, plans, strict=True):
-                if _levels(plan):
-                    self._requests[name] = _Levels()
+            self._at_levels = self._begin(evictions, [_levels(plan) for plan in plans])
         return self._at_levels
+
+    def _begin(
+        self, evictions: StepEvictions, levels: Sequence[Sequence[EvictionPoint]]
+    ) -> list[StepEvictions]:
+        """Forget what requests had of levels, and return what they would evict at each new one.
+
+        Args:
+            levels: of each request of the step's; one without levels keeps those that it has.
+        """
+        self._failed = evictions.failures.of
+        for index, (name, own) in enumerate(zip(evictions.request_ids, levels, strict=True)):
+            if own:
+                skip = dict(enumerate(evictions.previous_skips[:, index].tolist()))
+                self._requests[name] = _Levels(own[0].computed, len(own), skip=skip)
+                self._unreported.append(name)
+        return [
+            evictions.with_points(
+                {i: own[min(level, len(own) - 1)] for i, own in enumerate(levels) if own}
+            )
+            for level in range(max(map(len, levels), default=0))
+        ]
 
     def _level(
         self,
@@ -125,22 +150,19 @@ class LateEvictions(StepHooks, EvictionHooks):
             levels.marks[inputs.layer] = marks[row, :, :tokens].clone()
             levels.lost = lost[row] if levels.lost is None else levels.lost + lost[row]
 
-    def take_losses(self) -> dict[str, list[float]]:
-        """Return what the levels lose of the prompts that have ended since the last call.
+    def take_losses(self) -> dict[str, tuple[int, list[float]]]:
+        """Return who has got levels since the last call: up to which token, and what these lose.
 
         The mean over this worker's layers and KV heads.
         """
-        if self._of is None:
-            return {}
-        requests, found = self._step().requests, {}
-        for row in self._of.rows.tolist():
-            levels = self._requests.get(requests[row].request_id)
+        found = {}
+        for name in self._unreported:
+            levels = self._requests.get(name)
             if levels is not None and levels.lost is not None:
-                count = len(_levels(requests[row].plan))
                 shares = (levels.lost / len(levels.marks)).tolist()
-                found[requests[row].request_id] = shares[:count]
+                found[name] = levels.point, shares[: levels.count]
                 levels.lost = None
-        self._of, self._at_levels = None, []
+        self._of, self._at_levels, self._unreported = None, [], []
         return found
 
     # Orders ---------------------------------------------------------------------------------------
@@ -148,39 +170,47 @@ class LateEvictions(StepHooks, EvictionHooks):
     def carry_out(
         self,
         orders: Mapping[str, LateEviction],
-        follow: Callable[[str, Sequence[int]], LevelPlan | None],
+        follow: Callable[[str, Sequence[Order]], RetentionPlan | None],
     ) -> None:
         """Evict requests to the levels that were ordered, in all layers of this worker.
 
-        A request whose prompt could not be scored ends with an error; its skips change all the
+        A request whose tokens could not be scored ends with an error; its skips change all the
         same, as those of the other ranks do.
 
         Args:
             follow: lets a request follow an order, see `EvictionTracker.order`.
         """
         for request_id, order in orders.items():
-            if (plan := follow(request_id, order.levels)) is None:
+            if (plan := follow(request_id, order.orders)) is None:
                 continue
-            levels = self._requests.get(request_id, _Levels())
-            point = plan.levels[order.levels[-1]]
+            (at, level), point = order.orders[-1], plan.end
+            levels = self._requests.get(request_id)
+            if levels is None or request_id in self._failed:
+                levels = _Levels(at, 0)
+            if levels.point != at:
+                raise PlanMismatchError(
+                    f"request {request_id} is ordered to evict up to token {at} and has levels up "
+                    f"to token {levels.point}: scheduler and worker disagree about the KV policy; "
+                    "report this"
+                )
             for layer, marks in levels.marks.items():
                 if point.skip[layer] > levels.skip.get(layer, 0):
                     table = torch.tensor([order.blocks[layer]], dtype=torch.int32)
                     table = table.to(marks.device)
-                    self._compact(layer, levels, marks, plan, order.levels[-1], table)
+                    self._compact(layer, levels, marks, point, level, table)
 
     def _compact(
         self,
         layer: int,
         levels: _Levels,
         marks: torch.Tensor,
-        plan: LevelPlan,
+        point: EvictionPoint,
         level: int,
         table: torch.Tensor,
     ) -> None:
-        """Move the survivors of a level in one layer to the end of the prompt."""
-        point, before = plan.levels[level], levels.skip.get(layer, 0)
-        first = before // plan.block_size * plan.block_size  # of the table's tokens
+        """Move the survivors of a level in one layer to the end of the tokens that have levels."""
+        before = levels.skip.get(layer, 0)
+        first = before // point.block_size * point.block_size  # of the table's tokens
         keep, device = int(point.held[layer]), marks.device
         survives = marks > level
         # The place of each survivor among the survivors; the others go to a column of their own.
@@ -191,7 +221,7 @@ class LateEvictions(StepHooks, EvictionHooks):
         kept.scatter_(1, order, places.expand_as(marks))
         kept = kept[:, :keep]
         ops, moved = self._caches[layer]
-        numbers = torch.tensor([plan.prompt_len - first, keep], dtype=torch.int32, device=device)
+        numbers = torch.tensor([point.computed - first, keep], dtype=torch.int32, device=device)
         ops.compact(
             *moved,
             table,

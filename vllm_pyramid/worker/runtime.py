@@ -30,6 +30,7 @@ from vllm_pyramid.compat.side_channel import (
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext
 from vllm_pyramid.step.trace import TraceWriter
+from vllm_pyramid.worker.answer_levels import AnswerLevels
 from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.copy_stream import copies_of, host_memory_of
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker, IntArray
@@ -116,9 +117,11 @@ class WorkerRuntime:
             tables_per_layer=self.layers.tables_per_layer,
             whole_graphs=partial(captures_decode_steps, config),
         )
-        hooks, self.late = policy.worker_hooks(context), None
+        hooks = policy.worker_hooks(context)
+        self.late: LateEvictions | None = None
         if policy.schedule.waits_for_orders:
-            self.late = LateEvictions(policy, lambda: tracker.step)
+            answers = policy.schedule.levels_every
+            self.late = (AnswerLevels if answers else LateEvictions)(policy, context)
             hooks.append(self.late)
         tracker.hooks = MethodHooks(hooks)
         tracker.failures.has_peers = ranks.size > 1 or pipeline.count > 1
