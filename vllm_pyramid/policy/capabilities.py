@@ -48,6 +48,7 @@ class Feature(Enum):
     SEVERAL_HOSTS = "ranks on several hosts"
     # What it does with the cache
     KV_CONNECTOR = "--kv-transfer-config"
+    HANDOVER = "PyramidConnector (--kv-transfer-config)"
     KV_OFFLOADING = "--kv-offloading-size"
     # A prompt may begin with blocks of another request if its KV is that of the full cache until
     # the prompt's end, and an eviction depends only on the cache and the prompt's last queries.
@@ -196,6 +197,8 @@ def unsupported_by(part: Component) -> Declared:
     if (why := found.get(Feature.PREFIX_CACHING)) is not None:
         reason = why if isinstance(why, str) else why[0]
         found = {**dict.fromkeys(_FOUND_BY_PREFIX, reason), **found}
+    if (why := found.get(Feature.KV_TURNS)) is not None:  # both begin with another one's blocks
+        found.setdefault(Feature.HANDOVER, why if isinstance(why, str) else why[0])
     return found
 
 

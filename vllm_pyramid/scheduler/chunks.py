@@ -90,11 +90,12 @@ class Chunks:
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
             return self._stock_chunk(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator
-        plan = coordinator.plans.of(request.request_id)
-        if not waits or self._starts(request, plan, computed):
+        plans = coordinator.plans
+        record, plan = plans.records[request.request_id], plans.of(request.request_id)
+        # It has blocks already where a connector has loaded into them.
+        if not waits or record.num_blocks or self.starts(request, plan, computed):
             chunk = self._chunk(request, plan, computed, tokens)
-            terms = coordinator.plans.records[request.request_id].terms
-            chunk = terms.units.chunk(computed, chunk)
+            chunk = record.terms.units.chunk(computed, chunk)
             if (
                 self._pool_may_be_smaller
                 and not waits
@@ -107,7 +108,7 @@ class Chunks:
         coordinator.blocked_request = request.request_id
         return tokens
 
-    def _starts(self, request: Request, plan: Plan, computed: int) -> bool:
+    def starts(self, request: Request, plan: Plan, computed: int) -> bool:
         """Return whether the first waiting request starts in this step."""
         if self._coordinator.block_pool.tier.must_wait():
             return False  # steps that read more of its prefix come first
