@@ -64,8 +64,9 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         served = ServedSettings.of(vllm_config)
         if served is None:
             raise ValueError(f"{NAME} hands over evicted states: start the server with --kv-policy")
-        self._served = served
-        self._settings = TransferSettings.of(self._kv_transfer_config)
+        self._served, self._engine, self._caches = served, vllm_config, kv_cache_config
+        self._settings = TransferSettings.of(vllm_config.kv_transfer_config)
+        self._orders = TransferOrders()
         self._of_worker: WorkerTransfers | None = None
         place = 0
         if role == KVConnectorRole.WORKER:
@@ -82,10 +83,9 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         coordinator: Any = kv_cache_manager.coordinator
         assert isinstance(coordinator, LockstepCoordinator)
-        config, settings = self._vllm_config, self._settings
+        config, settings = self._engine, self._settings
         namespace = namespace_of_engines(config, self._served, coordinator.layer_specs)
-        listen = self._kv_transfer_config.kv_connector_extra_config.get("listen", "")
-        self._outgoing = OutgoingStates(coordinator, self._carrier, namespace, listen)
+        self._outgoing = OutgoingStates(coordinator, self._carrier, namespace, settings.name)
         self._incoming = IncomingStates(
             coordinator,
             settings,
@@ -134,18 +134,19 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._of_worker is not None
-        config = self._kv_cache_config
-        sizes = {group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}
-        (page_bytes,) = sizes
-        caches = list(kv_caches.values())
-        pages = pages_of(caches, config.num_blocks, page_bytes, "--kv-transfer-config")
+        groups, count = self._caches.kv_cache_groups, self._caches.num_blocks
+        (page_bytes,) = {group.kv_cache_spec.page_size_bytes for group in groups}
+        pages = pages_of([*kv_caches.values()], count, page_bytes, "--kv-transfer-config")
         self._of_worker.bind(pages)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, TransferOrders)
+        self._orders = connector_metadata
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._of_worker is not None
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, TransferOrders)
-        self._of_worker.start(orders)
+        self._of_worker.start(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests wait until all layers are loaded."""

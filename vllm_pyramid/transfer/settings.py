@@ -48,6 +48,7 @@ class TransferSettings:
     Attributes:
         folder: that all engines share; None: over TCP.
         listen: where this engine serves its states; None if it sends none over TCP.
+        name: this engine's in tickets: the text of `listen`; empty without.
         peers: from which engines it fetches, by the text of their `listen`.
         ttl_s: seconds after which a state that no engine has fetched is dropped.
         wait_s: seconds for which a decoding engine waits for a state's blocks.
@@ -57,6 +58,7 @@ class TransferSettings:
 
     folder: str | None
     listen: Address | None
+    name: str
     peers: Mapping[str, Address]
     ttl_s: float
     wait_s: float
@@ -93,6 +95,7 @@ class TransferSettings:
         return cls(
             folder,
             None if listen is None else Address.parse(listen, "listen"),
+            listen or "",
             {peer: Address.parse(peer, "a peer") for peer in peers},
             _positive(given, "ttl_s", 120.0),
             _positive(given, "wait_s", 10.0),
