@@ -406,15 +406,16 @@ def test_preempted_behind_a_state(start: Callable[..., Engine]) -> None:
     """In a pool that runs out, requests compute their prompts again and say the same."""
     prompts = random_prompts([300, 280, 290, 310, 270], seed=14)
     found: list[list[Outcome]] = []
-    for blocks in (4000, 150):
-        engine = start("pyramidkv", num_gpu_blocks_override=blocks, kv_admission="prompt")
+    for blocks in (4000, 165):
+        own = {"num_gpu_blocks_override": blocks, "max_model_len": 640}
+        engine = start("pyramidkv", kv_admission="prompt", **own)
         tickets = send(engine, prompts)
         jobs = [
             Job(one, with_ticket(ticket, 200)) for one, ticket in zip(prompts, tickets, strict=True)
         ]
         with count_preemptions(engine) as preemptions:
             found.append(engine.run(jobs))
-        assert (preemptions["all"] > 0) == (blocks == 150)
+        assert (preemptions["all"] > 0) == (blocks == 165)
         engine.check_nothing_left()
     check_equal(found[1], found[0])
     said = {one.report["handed"].get("because") for one in found[1]}

@@ -16,6 +16,7 @@ class BegunAnswers:
 
     def __init__(self) -> None:
         self._tokens: dict[str, list[int]] = {}
+        self._ended: list[str] = []
 
     def __bool__(self) -> bool:
         return bool(self._tokens)
@@ -56,7 +57,11 @@ class BegunAnswers:
                     found.append(first)
                 found.append(output)
             of_client.outputs = found
+        for request_id in self._ended:
+            self._tokens.pop(request_id, None)
+        self._ended.clear()
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._tokens.pop(request_id, None)
+        """Forget a request that has ended, once the step's outputs are made, which may be its."""
+        if request_id in self._tokens:
+            self._ended.append(request_id)
