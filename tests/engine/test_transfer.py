@@ -215,9 +215,7 @@ def test_what_looks_at_the_answer_sees_the_first_token(start: Callable[..., Engi
             extra_args={"kv_transfer_params": SEND},
         )
         (ticket,) = send(engine, [prompt], first)
-        again = SamplingParams(
-            **params, ignore_eos=True, extra_args={"kv_transfer_params": ticket}
-        )
+        again = SamplingParams(**params, ignore_eos=True, extra_args={"kv_transfer_params": ticket})
         (found,) = engine.generate([prompt], again)
         assert found.report["handed"] == {"tokens": 300}, own
         assert found.token_ids == expected.token_ids, own

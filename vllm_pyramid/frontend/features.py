@@ -80,13 +80,13 @@ def _other_backend(args: EngineArgs) -> str | None:
     return None if chosen is None else _unless(name, tuple(BACKENDS) if on_cuda else ())
 
 
-def _is_ours(connector: Any) -> bool:
+def is_ours(connector: Any) -> bool:
     return getattr(connector, "kv_connector", None) == NAME
 
 
 def _other_connector(connector: Any) -> str | None:
     """Return the name of a KV connector that is not ours."""
-    if connector is None or (_is_ours(connector) and not connector.kv_connector_module_path):
+    if connector is None or (is_ours(connector) and not connector.kv_connector_module_path):
         return None
     return f"({getattr(connector, 'kv_connector', None)})"
 
@@ -112,7 +112,7 @@ _OF_ARGS: dict[Feature, Callable[[EngineArgs], object]] = {
         args.nnodes > 1 or args.distributed_executor_backend == "ray"
     ),
     Feature.KV_CONNECTOR: lambda args: _other_connector(args.kv_transfer_config),
-    Feature.HANDOVER: lambda args: _is_ours(args.kv_transfer_config),
+    Feature.HANDOVER: lambda args: is_ours(args.kv_transfer_config),
     Feature.KV_OFFLOADING: lambda args: bool(args.kv_offloading_size),
     Feature.PREFIX_CACHING: lambda args: bool(args.enable_prefix_caching),
     Feature.NO_PREFIX_CACHING: lambda args: args.enable_prefix_caching is False,
@@ -186,7 +186,7 @@ _OF_CONFIG: dict[Feature, Callable[[VllmConfig], object]] = {
     Feature.PIPELINE: lambda config: config.parallel_config.pipeline_parallel_size > 1,
     Feature.DATA_PARALLEL: lambda config: config.parallel_config.data_parallel_size > 1,
     Feature.KV_CONNECTOR: lambda config: _other_connector(config.kv_transfer_config),
-    Feature.HANDOVER: lambda config: _is_ours(config.kv_transfer_config),
+    Feature.HANDOVER: lambda config: is_ours(config.kv_transfer_config),
     Feature.ONE_BLOCK_TABLE: lambda config: config.scheduler_config.disable_hybrid_kv_cache_manager,
     Feature.OTHER_CACHE: lambda config: _unless(config.cache_config.cache_dtype, CACHE_TYPES),
     Feature.FP8_CACHE: lambda config: _named(config.cache_config.cache_dtype, FP8_CACHES),

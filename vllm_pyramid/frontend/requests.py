@@ -85,6 +85,8 @@ class PolicyRequestChecks:
             for key in (TEMPLATE_KEY, WHY_KEY):
                 if params.extra_args and key in params.extra_args:
                     raise ValueError(f"{key} cannot be set by requests: leave it out")
+            if is_ours(processor.vllm_config.kv_transfer_config):
+                check_params(params)
             params = with_headers(params)
             settings.overrides.check_keys(params.extra_args)
             params = with_session(params, settings.session_from)

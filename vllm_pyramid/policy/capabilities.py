@@ -197,7 +197,10 @@ def unsupported_by(part: Component) -> Declared:
     if (why := found.get(Feature.PREFIX_CACHING)) is not None:
         reason = why if isinstance(why, str) else why[0]
         found = {**dict.fromkeys(_FOUND_BY_PREFIX, reason), **found}
-    if (why := found.get(Feature.KV_TURNS)) is not None:  # both begin with another one's blocks
+    # Both begin with blocks that another request has evicted from. A scorer has no more to do then,
+    # unless it gathers something from all tokens.
+    needed = Feature.PREFIX_CACHING if part.section == "scorer" else Feature.KV_TURNS
+    if (why := found.get(needed)) is not None:
         found.setdefault(Feature.HANDOVER, why if isinstance(why, str) else why[0])
     return found
 

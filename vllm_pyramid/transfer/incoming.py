@@ -235,7 +235,7 @@ class IncomingStates(CacheStore[IncomingHit]):
         if incoming.ticket is not None and not incoming.because and not incoming.has_begun:
             self._drop(incoming.ticket)  # it was aborted before it began
         loaded = incoming.is_loaded and not incoming.because
-        self.counts[incoming.because or (reasons.LOADED if loaded else "aborted")] += 1
+        self.counts[incoming.because or (reasons.LOADED if loaded else reasons.ABORTED)] += 1
         said: dict[str, object] = {"tokens": 0}
         if loaded and incoming.hit is not None:
             said["tokens"] = incoming.hit.tokens

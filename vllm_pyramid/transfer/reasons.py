@@ -30,6 +30,9 @@ WORDS = {
     "uncached": "it asks for nothing from a cache",
     "short": "its answer has one token",
 }
+# Of a request that ended before it began.
+ABORTED = "aborted"
+LABELS = (LOADED, ABORTED, *WORDS)
 
 
 def why_itself(request: Request, served: ServedRequest, max_model_len: int) -> str | None:

@@ -30,8 +30,9 @@ class Address(NamedTuple):
         Raises:
             ValueError: it is something else, or an address that no other host can name.
         """
-        host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-        if not host or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+        is_number = port.isascii() and port.isdecimal()
+        if not host or not is_number or not 0 < int(port) < 1 << 16:
             raise ValueError(f"{_WHERE}: {what} must be HOST:PORT, not {text!r}")
         if host in ("0.0.0.0", "::", "[::]"):
             raise ValueError(

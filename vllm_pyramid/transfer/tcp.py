@@ -45,7 +45,11 @@ class _Server(socketserver.ThreadingTCPServer):
         self.states: dict[str, tuple[float, Sequence[memoryview]]] = {}
         self.lock = threading.Lock()
         self._open = threading.Semaphore(_MOST_CONNECTIONS)
-        super().__init__(address, _Handler)
+        try:
+            super().__init__(address, _Handler)
+        except OSError as error:
+            where = f"{address.host}:{address.port}"
+            raise OSError(error.errno, f"no states can be served at {where}: {error}") from None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._open.acquire(blocking=False):
