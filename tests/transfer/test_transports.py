@@ -168,9 +168,11 @@ def ask(port: int, line: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"\n", b"GET", b"GET /etc/passwd\n", f"GET ../{STATE}.head\n".encode()]
-    + [f"get {HEAD}\n".encode(), f"GET {HEAD}".encode(), f"PUT {HEAD}\n".encode()]
-    + [b"GET " + b"a" * 1000 + b"\n", b"\0" * 64, b"\xff\xfe\n"],
+    [
+        *(b"", b"\n", b"GET", b"GET /etc/passwd\n", f"GET ../{STATE}.head\n".encode()),
+        *(f"get {HEAD}\n".encode(), f"GET {HEAD}".encode(), f"PUT {HEAD}\n".encode()),
+        *(b"GET " + b"a" * 1000 + b"\n", b"\0" * 64, b"\xff\xfe\n"),
+    ],
 )
 def test_strangers_get_nothing(server: tuple[Transport, int], line: bytes) -> None:
     _, port = server
