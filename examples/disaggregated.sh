@@ -18,6 +18,7 @@ shift
 here=$(dirname "$0") port=${PORT:-8000} folder=${FOLDER:-/dev/shm/kv-states-$$}
 read -ra devices <<<"${DEVICES:-}"
 engines=()
+trap 'exit 143' INT TERM
 trap 'kill "${engines[@]}" 2>/dev/null; wait; rm -rf "$folder"' EXIT
 
 start() { # ROLE NUMBER
@@ -37,6 +38,9 @@ for number in 1 2 3 4; do
         sleep 1
     done
 done
+echo "all engines answer; the router is at http://127.0.0.1:$port"
 python3 "$here/disaggregated_router.py" --port "$port" \
     --prefill "http://127.0.0.1:$((port + 1))" "http://127.0.0.1:$((port + 2))" \
-    --decode "http://127.0.0.1:$((port + 3))" "http://127.0.0.1:$((port + 4))"
+    --decode "http://127.0.0.1:$((port + 3))" "http://127.0.0.1:$((port + 4))" &
+engines+=($!)
+wait -n # the first that ends, ends all
