@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 # What the first token of an answer does not suffice for: the decoding engine computes the prompt.
-WHOLE = ("logprobs", "top_logprobs", "prompt_logprobs", "response_format", "structured_outputs")
+WHOLE = ("logprobs", "prompt_logprobs", "response_format", "structured_outputs")
 
 
 class Router:
@@ -75,7 +75,7 @@ class Router:
     def _is_split(body: dict[str, Any]) -> bool:
         """Return whether two engines share a request: one answer of more than a token."""
         most = body.get("max_completion_tokens", body.get("max_tokens"))
-        alone = any(body.get(key) not in (None, False, 0) for key in WHOLE)
+        alone = any(body.get(key, False) not in (None, False) for key in WHOLE)
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         return not (alone or several or body.get("n", 1) != 1 or most == 1)

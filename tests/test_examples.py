@@ -234,7 +234,7 @@ def check_tools(url: str) -> None:
 
 
 def test_engines_that_prefill_and_that_decode(random_model: Path, tmp_path: Path) -> None:
-    """Four engines and the router; tests/e2e/test_disaggregated.py has "disaggregated_router.py"."""
+    """Also through "disaggregated_router.py", which tests/e2e/test_disaggregated.py tests."""
     port, log, folder = free_port(), tmp_path / "log", tmp_path / "states"
     command = [
         *(str(EXAMPLES / "disaggregated.sh"), str(random_model), "--enforce-eager"),

@@ -107,7 +107,7 @@ def test_a_request_goes_to_both_with_a_ticket(engines: StandIns) -> None:
 @pytest.mark.parametrize(
     "own",
     [
-        *({"n": 2}, {"max_tokens": 1}, {"logprobs": 0, "top_logprobs": 2}),
+        *({"n": 2}, {"max_tokens": 1}, {"logprobs": 0}, {"logprobs": True}),
         *({"prompt": ["a", "b"]}, {"response_format": {"type": "json_object"}}),
     ],
 )

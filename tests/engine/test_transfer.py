@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -343,6 +344,87 @@ def test_a_whole_prompt_is_handed_over_too(start: Callable[..., Engine]) -> None
     (found,) = engine.run([Job(prompt, with_ticket(ticket, kv_policy="full"))])
     check_equal([found], expected)
     assert found.report["handed"] == {"tokens": 200}
+    engine.check_nothing_left()
+
+
+def test_spans_that_stay_in_place(start: Callable[..., Engine]) -> None:
+    """Their blocks are at the end of the head in the first engine, and in a tail in the other."""
+    engine = start("pyramidkv", enable_prefix_caching=True)
+    front, *ends = random_prompts([96, 200, 140], seed=15)
+    prompts, own = [[*front, *end] for end in ends], {"kv_keep": [0, 90]}
+    expected = engine.generate(prompts, greedy(ANSWER, **own))
+    tickets = send(engine, prompts, greedy(1, kv_transfer_params=SEND, **own))
+    found = engine.run(
+        [
+            Job(prompt, with_ticket(ticket, **own), arrival=index)
+            for index, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True))
+        ]
+    )
+    check_equal(found, expected)
+    assert [one.report["handed"]["tokens"] for one in found] == [296, 236]
+    engine.scheduler.reset_prefix_cache()
+    engine.check_nothing_left()
+
+
+def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engine]) -> None:
+    engine = start("pyramidkv", enable_prefix_caching=True)
+    (prompt,) = random_prompts([200], seed=16)
+    expected = engine.generate([prompt], greedy(ANSWER, kv_turns=[]))
+    (ticket,) = send(engine, [prompt], greedy(1, kv_turns=[], kv_transfer_params=SEND))
+    engine.scheduler.reset_prefix_cache()
+    (found,) = engine.run([Job(prompt, with_ticket(ticket, kv_turns=[]))])
+    assert found.token_ids == expected[0].token_ids
+    assert found.report["handed"] == {"tokens": 0, "because": reasons.WORDS["turns"]}
+    engine.scheduler.reset_prefix_cache()
+    engine.check_nothing_left()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_anything_in_any_order(
+    start: Callable[..., Engine], folder: Path, seed: int, asynchronous: bool
+) -> None:
+    """In a pool that runs out: prompts for others, tickets of which some are spoilt, and aborts."""
+    source = random.Random(seed)
+    settings: dict[str, Any] = {
+        "max_model_len": 640,
+        "async_scheduling": asynchronous,
+        "enable_prefix_caching": True,
+        "kv_transfer_config": connector(folder, wait_s=0.1),
+        "max_num_batched_tokens": 128,
+    }
+    prompts = random_prompts([source.randrange(20, 400) for _ in range(24)], seed=seed)
+    large = start("pyramidkv", num_gpu_blocks_override=4000, **settings)
+    expected = large.generate(prompts, greedy(60))
+    engine = start("pyramidkv", num_gpu_blocks_override=170, kv_admission="prompt", **settings)
+    tickets = send(engine, prompts)
+    for ticket in source.sample(tickets, 6):
+        path = folder / f"{ticket['pyramid_state']}.{source.choice(['head', '0'])}"
+        if source.random() < 0.5:
+            path.unlink()
+        else:
+            _flip(path, 120)
+    jobs = []
+    for prompt, ticket in zip(prompts, tickets, strict=True):
+        kind = source.random()
+        params = greedy(60) if kind < 0.3 else with_ticket(ticket, 60)
+        job = Job(prompt, params, arrival=source.randrange(40))
+        if source.random() < 0.2:
+            job.abort_after = source.randrange(30)
+        jobs.append(job)
+        if kind > 0.8:
+            jobs.append(Job(prompt, greedy(1, kv_transfer_params=SEND), job.arrival + 3))
+    with count_preemptions(engine) as preemptions:
+        outcomes = engine.run(jobs)
+    assert preemptions["all"], "the pool never ran out"
+    drain(engine)
+    tokens = {tuple(one.job.prompt): one.token_ids for one in expected}
+    ended = [one for one in outcomes if one.output is not None]
+    for one in ended:
+        assert one.token_ids == tokens[tuple(one.job.prompt)][: len(one.token_ids)]
+    handed = [one.report["handed"] for one in ended if "handed" in one.report]
+    assert any(one["tokens"] for one in handed) and not all(one["tokens"] for one in handed)
+    engine.scheduler.reset_prefix_cache()
     engine.check_nothing_left()
 
 
