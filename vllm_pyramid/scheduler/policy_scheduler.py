@@ -157,13 +157,16 @@ class PolicyScheduler:
             shared: whether to look for what other requests have computed here.
         """
         plans, coordinator = self.coordinator.plans, self.coordinator
+        self.chunks.loading.pop(request.request_id, None)  # it has lost what it held
         plan, record = plans.of(request.request_id), plans.records[request.request_id]
         least = partial(self.chunks.least_before, plan)
         tokens = coordinator.stores.find(request, record, most, least, shared=shared)
         if (found := record.found) is None or not found.store.loads_later:
             return tokens
         self.begun.add(request, found.store.answer(found.hit))
-        if not self.chunks.starts(request, plan, tokens):  # vLLM asks for no chunk of it now
+        if self.chunks.starts(request, plan, tokens):
+            self.chunks.loading[request.request_id] = request
+        else:  # vLLM asks for no chunk of it now
             coordinator.blocked_request = request.request_id
         return 0
 
@@ -231,6 +234,7 @@ class PolicyScheduler:
         """Forget a request that has ended."""
         self.early.forget(request.request_id)
         self.begun.forget(request.request_id)
+        self.chunks.loading.pop(request.request_id, None)
         self.coordinator.plans.forget(request.request_id)
         if self.chunks.admission is not None:
             self.chunks.admission.ended(request)
