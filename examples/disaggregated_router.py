@@ -75,7 +75,8 @@ class Router:
     def _is_split(body: dict[str, Any]) -> bool:
         """Return whether two engines share a request: one answer of more than a token."""
         most = body.get("max_completion_tokens", body.get("max_tokens"))
-        alone = any(body.get(key, False) not in (None, False) for key in WHOLE)
+        asked = [body[key] for key in WHOLE if key in body]  # `logprobs: 0` asks for some
+        alone = any(one is not None and one is not False for one in asked)
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         return not (alone or several or body.get("n", 1) != 1 or most == 1)
