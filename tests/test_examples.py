@@ -13,6 +13,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import openai
 import pytest
 import yaml
 
-from tests.plumbing.server import Server, serving
+from tests.plumbing.server import Server, free_port, members, serving
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.tools.bench.recordings import read_sessions
 from vllm_pyramid.tools.eval.haystack import topics
@@ -230,6 +231,49 @@ def check_tools(url: str) -> None:
         max_tokens=2,
     )
     assert answer.usage.input_tokens == lengths[1]
+
+
+def test_engines_that_prefill_and_that_decode(random_model: Path, tmp_path: Path) -> None:
+    """Also through "disaggregated_router.py", which tests/e2e/test_disaggregated.py tests."""
+    port, log, folder = free_port(), tmp_path / "log", tmp_path / "states"
+    command = [
+        *(str(EXAMPLES / "disaggregated.sh"), str(random_model), "--enforce-eager"),
+        *("--max-model-len", "4096", "--max-num-seqs", "4", "--dtype", "float32"),
+        *("--kv-cache-memory-bytes", str(64 << 20), "--kv-min-tokens", "0"),
+    ]
+    own = {"PORT": str(port), "FOLDER": str(folder)}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRONMENT, **own},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + 400
+        while "the router is at" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.5)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=9)
+        model = client.models.list().data[0].id
+        question = "The quick brown fox jumps over the lazy dog. " * 40
+        said = [
+            client.completions.create(
+                model=model, prompt=question, max_tokens=8, temperature=0, logprobs=logprobs
+            )
+            for logprobs in (None, None, 0)
+        ]
+        handed = [one.model_extra["kv_transfer_params"].get("handed") for one in said]
+        length = said[0].usage.prompt_tokens
+        assert handed == [{"tokens": length}, {"tokens": length}, None]
+        assert len({one.choices[0].text for one in said}) == 1, "the last one is computed by one"
+        assert not list(folder.iterdir())
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert not members(process.pid), "engines are left"
+    assert not folder.exists()
 
 
 def test_lm_eval(random_model: Path, tmp_path: Path) -> None:

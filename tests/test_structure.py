@@ -109,7 +109,7 @@ def test_the_package_imports_neither_the_lab_nor_tests() -> None:
 # The folders from the bottom up: each imports those before it (docs/structure.md).
 ORDER = [
     *("plan", "kernels", "policy", "step", "compat", "methods"),
-    *("kv_cache", "scheduler", "attention", "worker", "frontend", "tools"),
+    *("kv_cache", "scheduler", "attention", "worker", "transfer", "frontend", "tools"),
 ]
 # What is loaded where torch and vLLM must not be names the records of a step for the type checker.
 LIGHT = ("policy", "methods", "frontend")

@@ -19,10 +19,11 @@ def register() -> None:
 
     try:
         check_vllm()
-        from vllm_pyramid.compat import engine_args
+        from vllm_pyramid.compat import connectors, engine_args
         from vllm_pyramid.frontend.entry import PolicyFrontEnd
 
         engine_args.install(PolicyFrontEnd())
+        connectors.install("PyramidConnector", "vllm_pyramid.transfer.connector")
     except Exception as error:
         from vllm_pyramid.compat import no_policies
         from vllm_pyramid.frontend.settings import CONFIG_KEYS

@@ -126,6 +126,10 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "--kv-transfer-config",
         ),
+        (
+            {"kv_transfer_config": {"kv_connector": "PyramidConnector", "kv_role": "kv_both"}},
+            "needs folder or listen",
+        ),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
         ({"runner": "pooling"}, "--runner pooling"),

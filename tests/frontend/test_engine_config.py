@@ -31,6 +31,14 @@ STATES = transformers.FalconH1Config(num_hidden_layers=2)
 SHARED = LlamaConfig(num_hidden_layers=4, num_kv_shared_layers=2)
 
 
+def handover(name: str = "PyramidConnector", module: str | None = None) -> Any:
+    """A finished configuration of a KV connector."""
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
+
+
+HANDOVER = {"kv_transfer_config": handover()}
+
+
 def resolved_config(**changes: Any) -> Any:
     """The parts of a finished `VllmConfig` that are looked at, with nothing to refuse."""
     values: dict[str, Any] = {
@@ -144,6 +152,24 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
             for name in ("eagle", "eagle3", "mtp")
         ),
         ("pyramidkv", "cpu", {"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ("pyramidkv", "cpu", {"kv_transfer_config": handover("MultiConnector")},
+         r"\(MultiConnector\): another.*use PyramidConnector"),
+        ("pyramidkv", "cpu", {"kv_transfer_config": handover(module="somebody.elses")},
+         "another KV connector"),
+        ("pyramidkv", "cpu", {**HANDOVER, **STAGES}, "pipeline-parallel-size: each stage"),
+        ("pyramidkv", "cpu", {**HANDOVER, **REPLICAS}, "start a server for each replica"),
+        ("pyramidkv", "cpu", {**HANDOVER, "speculative_config": drafts("ngram")}, "not tried with"),
+        *(
+            (policy, "cpu", HANDOVER, f"PyramidConnector.*{reason}")
+            for policy, reason in (
+                ("xkv", "lengths are solved"),
+                ("h2o", "adds up what all queries"),
+                ("pyramidinfer", "leave between the layers"),
+                ("quest", "selected pages"),
+                ("adakv", "lengths of its heads"),
+                ("kcache", "V lies in host memory"),
+            )
+        ),
         ("pyramidkv", "cpu", {"parallel_config.use_ubatching": True}, "--ubatch-size"),
         ("pyramidkv", "cpu", {"attention_config.backend_per_kind": {"a": 1}}, "backend_per_kind"),
         ("pyramidkv", "cpu", {"attention_config.hisparse_config": object()}, "hisparse_config"),

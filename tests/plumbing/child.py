@@ -7,7 +7,8 @@ Nothing of vllm_pyramid is imported here: vLLM finds it by itself, as in a stock
 holds `engines`, which are started one after the other, and `triton`. An engine has `llm` (arguments
 of `vllm.LLM`) and `waves` (lists of `[token ids, sampling parameters]`, with a `cache_salt` behind
 them if the request has one; a wave begins two steps after the one before it, so that later prompts
-meet requests that decode, and an empty one waits until all have ended). `triton` is null,
+meet requests that decode, and an empty one waits until all have ended; `ticket_of` among the extra
+arguments takes a ticket from the answer of the request of that number). `triton` is null,
 "interpreter" (Triton's interpreter takes the place of a device, as vLLM's second model runner needs
 it), "attention" (the same, and the attention is that of CUDA devices: vLLM's Triton kernels on
 tables that are shifted for each layer), or "flash" (the same with FlashAttention, whose functions
@@ -132,6 +133,10 @@ def run(arguments: dict[str, Any], waves: list[Any]) -> dict[str, Any]:
     """Start an engine, run the waves, end it, and tell what came of them."""
     from vllm import LLM
 
+    if given := arguments.get("kv_transfer_config"):
+        from vllm.config import KVTransferConfig
+
+        arguments["kv_transfer_config"] = KVTransferConfig(**given)
     llm = LLM(**arguments)
     try:
         return _run(llm.llm_engine, waves)
@@ -149,6 +154,10 @@ def _run(engine: Any, waves: list[Any]) -> dict[str, Any]:
     while waves or engine.has_unfinished_requests():
         if waves and (waves[0] or not engine.has_unfinished_requests()):
             for tokens, params, *salt in waves.pop(0):
+                extra = params.get("extra_args") or {}
+                if (sent := extra.get("ticket_of")) is not None:
+                    ticket = outputs[names[sent]].kv_transfer_params
+                    params["extra_args"] = {"kv_transfer_params": ticket}
                 names.append(f"request-{len(names)}")
                 prompt = {"prompt_token_ids": tokens}
                 if salt:

@@ -38,6 +38,9 @@ stream_reports
 early_reports
     Target: RequestState.make_request_output.
     Why: the report of an answer that a stop string ends. Remove when the engine core finds these.
+connectors
+    Target: KVConnectorFactory._registry.
+    Why: the plugin may be loaded twice. Remove when vLLM's function is idempotent.
 chat_renderer
     Target: HfRenderer.__init__, .warmup, .render_messages, .render_messages_async, ._wants_offsets,
     ._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout.

@@ -16,6 +16,21 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_pyramid.compat.drafts import take_own_tables
 
 
+def begin_answer(runner: Any, request_id: str, tokens: list[int]) -> None:
+    """Put the first tokens of an answer into the runner's state of a request that has just come.
+
+    vLLM's own new requests have none; those of a resumed one are there already.
+    """
+    batch = runner.input_batch
+    row, output = batch.req_id_to_index[request_id], runner.requests[request_id].output_token_ids
+    assert batch.req_output_token_ids[row] is output and not output, "it has an answer already"
+    output.extend(tokens)
+    start = int(batch.num_prompt_tokens[row])
+    batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
+    batch.is_token_ids[row, start : start + len(tokens)] = True
+    batch.num_tokens_no_spec[row] = start + len(tokens)
+
+
 class RunnerV1Points:
     """Precedes the runner's class; the adapter overrides the methods with public names."""
 
@@ -23,6 +38,9 @@ class RunnerV1Points:
 
     def requests_change(self, scheduler_output: SchedulerOutput) -> None:
         """Called when requests have finished or come, before vLLM updates its state."""
+
+    def requests_changed(self, scheduler_output: SchedulerOutput) -> None:
+        """Called after that."""
 
     def needs_eager_step(self) -> bool:
         """Return whether the step of the current requests must run without CUDA graphs."""
@@ -41,6 +59,7 @@ class RunnerV1Points:
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         self.requests_change(scheduler_output)
         corrections = super()._update_states(scheduler_output)  # type: ignore[misc]
+        self.requests_changed(scheduler_output)
         self._step_is_eager = self.needs_eager_step()
         return corrections
 

@@ -60,7 +60,10 @@ class SchedulerPoints(Scheduler):
         return {}
 
     def ends(self, request: Request) -> None:
-        """Called when a request has ended, before its blocks are freed."""
+        """Called when a request has ended, before its blocks are freed.
+
+        Not called where vLLM's KV connector still loads into them.
+        """
 
     def freed(self, request: Request) -> None:
         """Called when a request has ended, after its blocks are freed."""
@@ -99,10 +102,11 @@ class SchedulerPoints(Scheduler):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         report = self.report_of(request)
-        self.ends(request)
+        if not delay_free_blocks:  # else a connector still loads what it holds
+            self.ends(request)
         kv_transfer_params, ec_transfer_params = super()._free_request(request, delay_free_blocks)
         self.freed(request)
-        return kv_transfer_params or report, ec_transfer_params
+        return {**report, **(kv_transfer_params or {})}, ec_transfer_params
 
     def end_with_error(self, request_id: str, reason: str, code: str = "validation_error") -> None:
         """End a request with an error, at the end of the step whose output comes next.
@@ -135,6 +139,11 @@ class SchedulerPoints(Scheduler):
                         output.stop_reason = self._reasons.get(output.request_id)
             self._reasons = None
         return outputs
+
+
+def connector_hooks(connector: Any) -> list[Any]:
+    """Return the scheduler's hooks that a KV connector brings (`step.hooks.SchedulerHooks`)."""
+    return list(getattr(connector, "scheduler_hooks", ()))
 
 
 def drop_tokens(output: ModelRunnerOutput, request_id: str) -> None:

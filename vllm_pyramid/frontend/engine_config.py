@@ -32,6 +32,7 @@ from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.policy.capabilities import Feature, Used, asked, refuse, why_not
 from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
+from vllm_pyramid.transfer.settings import TransferSettings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -135,6 +136,11 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))
     for part in policy.parts:
         part.check_config(policy, config)
+    if Feature.HANDOVER in used:
+        assert config.kv_transfer_config is not None
+        TransferSettings.of(config.kv_transfer_config)  # refuses wrong ones
+        # A request whose state cannot be read computes its prompt.
+        config.kv_transfer_config.kv_load_failure_policy = "recompute"
     served = replace(served, policy=_on_ranks(policy, config))
     check_graphs(config, policy)
     _probe(config, policy)

@@ -21,6 +21,7 @@ from vllm_pyramid.compat.backend_names import BACKENDS, FP8_CACHES, SCALED_ROWS
 from vllm_pyramid.frontend.layer_kinds import SLIDING, has_other_layers, has_states, layer_kinds
 from vllm_pyramid.frontend.refusals import CACHE_TYPES, DRAFTERS
 from vllm_pyramid.policy.capabilities import Feature, Used
+from vllm_pyramid.transfer.settings import NAME
 
 _STOCK_WORKERS = (
     "auto",
@@ -79,6 +80,17 @@ def _other_backend(args: EngineArgs) -> str | None:
     return None if chosen is None else _unless(name, tuple(BACKENDS) if on_cuda else ())
 
 
+def is_ours(connector: Any) -> bool:
+    return getattr(connector, "kv_connector", None) == NAME
+
+
+def _other_connector(connector: Any) -> str | None:
+    """Return the name of a KV connector that is not ours."""
+    if connector is None or (is_ours(connector) and not connector.kv_connector_module_path):
+        return None
+    return f"({getattr(connector, 'kv_connector', None)})"
+
+
 def _is_on(device: str) -> Callable[[object], bool]:
     return lambda _: current_platform.device_type == device
 
@@ -99,7 +111,8 @@ _OF_ARGS: dict[Feature, Callable[[EngineArgs], object]] = {
     Feature.SEVERAL_HOSTS: lambda args: (
         args.nnodes > 1 or args.distributed_executor_backend == "ray"
     ),
-    Feature.KV_CONNECTOR: lambda args: args.kv_transfer_config is not None,
+    Feature.KV_CONNECTOR: lambda args: _other_connector(args.kv_transfer_config),
+    Feature.HANDOVER: lambda args: is_ours(args.kv_transfer_config),
     Feature.KV_OFFLOADING: lambda args: bool(args.kv_offloading_size),
     Feature.PREFIX_CACHING: lambda args: bool(args.enable_prefix_caching),
     Feature.NO_PREFIX_CACHING: lambda args: args.enable_prefix_caching is False,
@@ -175,7 +188,8 @@ _OF_CONFIG: dict[Feature, Callable[[VllmConfig], object]] = {
     Feature.TENSOR_PARALLEL: lambda config: config.parallel_config.tensor_parallel_size > 1,
     Feature.PIPELINE: lambda config: config.parallel_config.pipeline_parallel_size > 1,
     Feature.DATA_PARALLEL: lambda config: config.parallel_config.data_parallel_size > 1,
-    Feature.KV_CONNECTOR: lambda config: config.kv_transfer_config is not None,
+    Feature.KV_CONNECTOR: lambda config: _other_connector(config.kv_transfer_config),
+    Feature.HANDOVER: lambda config: is_ours(config.kv_transfer_config),
     Feature.ONE_BLOCK_TABLE: lambda config: config.scheduler_config.disable_hybrid_kv_cache_manager,
     Feature.OTHER_CACHE: lambda config: _unless(config.cache_config.cache_dtype, CACHE_TYPES),
     Feature.FP8_CACHE: lambda config: _named(config.cache_config.cache_dtype, FP8_CACHES),

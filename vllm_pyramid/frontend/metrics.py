@@ -53,6 +53,10 @@ class PolicyMetrics:
         vllm_pyramid:turns_total             turns that have ended, by what they resumed and why not
                                              more (`policy/resumed.py`)
 
+    With PyramidConnector (labels: engine, reason):
+        vllm_pyramid:handed_total            requests with a ticket of another engine: `loaded`, or
+                                             why they computed their prompts (`transfer/reasons.py`)
+
     With V in host memory (labels: engine, direction):
         vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
 
@@ -146,6 +150,11 @@ class PolicyMetrics:
             "Turns of conversations, by what they resumed and why not more.",
             ["engine", "reason"],
         )
+        self.handed = Counter(
+            "vllm_pyramid:handed",
+            "Requests with a ticket of another engine, by what came of it.",
+            ["engine", "reason"],
+        )
         self.dropped = {
             name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
             for name, text in (
@@ -185,6 +194,9 @@ class PolicyMetrics:
         for reason in REASONS:
             more = turns.get(reason, 0) - earlier.get(reason, 0)
             self.turns.labels(label, reason).inc(more)
+        handed, earlier = now.get("handed", {}), before.get("handed", {})
+        for reason, count in handed.items():
+            self.handed.labels(label, reason).inc(count - earlier.get(reason, 0))
         for name, counter in self.dropped.items():
             counter.labels(label).inc(now.get(name, 0) - before.get(name, 0))
         for direction in ("written", "read"):

@@ -19,8 +19,23 @@ _PREFIXES = "it stores what prefix caching finds"
 
 _REFUSED: Unsupported = {
     Feature.KV_CONNECTOR: (
-        "a KV connector would move blocks that hold other tokens than their positions say"
+        "another KV connector would move blocks that hold other tokens than their positions say",
+        "use PyramidConnector",
     ),
+    (Feature.HANDOVER, Feature.PIPELINE): "each stage has a block pool of its own",
+    (Feature.HANDOVER, Feature.DATA_PARALLEL): (
+        "each replica would need an address of its own",
+        "start a server for each replica",
+    ),
+    (Feature.HANDOVER, Feature.SEVERAL_HOSTS): "workers serve states at the address of one host",
+    (Feature.HANDOVER, Feature.OTHER_LAYERS): "their windows and states are not handed over yet",
+    (Feature.HANDOVER, Feature.DRAFTS): "it was not tried with drafts",
+    (Feature.HANDOVER, Feature.HOST_CACHE): "they were not tried together",
+    (Feature.HANDOVER, Feature.LORA): (
+        "an adapter is known by its name, which another one may have in the other engine"
+    ),
+    (Feature.HANDOVER, Feature.TRACE): "a trace would lack the evictions of another engine",
+    (Feature.HANDOVER, Feature.SHADOW): "they were not tried together",
     Feature.KV_OFFLOADING: "offloaded blocks would hold other tokens than their positions say",
     (Feature.PIPELINE, Feature.ASYNC_SCHEDULING): (
         "they were not tried together",

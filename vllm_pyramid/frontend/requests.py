@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_pyramid.compat.input_processor import check_images, check_whole
+from vllm_pyramid.frontend.features import is_ours
 from vllm_pyramid.frontend.follow_sessions import SessionFollower
 from vllm_pyramid.frontend.http_settings import with_headers, with_session
 from vllm_pyramid.frontend.layer_kinds import BOTH, FULL, has_other_layers, layer_kinds
@@ -25,6 +26,7 @@ from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
 from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.served_settings import ServedSettings
+from vllm_pyramid.transfer.ticket import check_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
@@ -85,6 +87,8 @@ class PolicyRequestChecks:
             for key in (TEMPLATE_KEY, WHY_KEY):
                 if params.extra_args and key in params.extra_args:
                     raise ValueError(f"{key} cannot be set by requests: leave it out")
+            if is_ours(processor.vllm_config.kv_transfer_config):
+                check_params(params)
             params = with_headers(params)
             settings.overrides.check_keys(params.extra_args)
             params = with_session(params, settings.session_from)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -84,6 +85,17 @@ def file_bytes(begin: bytes, content_bytes: int) -> int:
     return len(begin) + content_bytes + _SUM_BYTES
 
 
+def sealed(begin: bytes, content: Any) -> list[memoryview]:
+    """Return the parts of a file in order: its first bytes, its content, and the checksum.
+
+    Args:
+        begin: see `BundleFile.begin`. content: a buffer.
+    """
+    total = sha256(begin)
+    total.update(content)
+    return [memoryview(data).cast("B") for data in (begin, content, total.digest())]
+
+
 def write_file(path: str, begin: bytes, content: Any) -> None:
     """Write a bundle's file; its folder is made if it is missing.
 
@@ -93,16 +105,23 @@ def write_file(path: str, begin: bytes, content: Any) -> None:
     Raises:
         OSError: as the system says; then there is no new file.
     """
-    part = path + TEMPORARY
     Path(path).parent.mkdir(mode=0o700, exist_ok=True)
+    write_pieces(path, sealed(begin, content))
+
+
+def write_pieces(path: str, pieces: Sequence[memoryview]) -> None:
+    """Write a file under a temporary name, and rename it.
+
+    Raises:
+        OSError: as the system says; then there is no new file.
+    """
+    part = path + TEMPORARY
     with suppress(FileNotFoundError):
         os.unlink(part)
     try:
         with open(part, "xb", buffering=0, opener=_open_own) as file:
-            total = sha256(begin)
-            total.update(content)
-            for data in (begin, content, total.digest()):
-                _write_all(file, memoryview(data).cast("B"))
+            for data in pieces:
+                _write_all(file, data)
         os.replace(part, path)
     except OSError:
         with suppress(OSError):
@@ -126,7 +145,15 @@ def read_file(path: str, largest: int) -> tuple[BundleFile, memoryview]:
     with open(path, "rb", buffering=0, opener=_open_own) as file:
         if os.fstat(file.fileno()).st_size > largest:
             raise DamagedFileError("it is too large")
-        data = memoryview(file.read())
+        return parse_file(memoryview(file.read()))
+
+
+def parse_file(data: memoryview) -> tuple[BundleFile, memoryview]:
+    """Return what the bytes of a file hold, and those of its blocks.
+
+    Raises:
+        DamagedFileError: they were not written like this, or have been changed or cut since.
+    """
     try:
         magic, version, length = _BEGIN.unpack_from(data)
     except error:

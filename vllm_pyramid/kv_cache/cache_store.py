@@ -52,9 +52,15 @@ class CacheStore(Generic[H]):
 
     Attributes:
         name: of its messages to the workers.
+        shares: whether it finds what other requests have computed here, which a request may refuse
+            and prefix caching may switch off.
+        loads_later: whether vLLM's KV connector loads what it has found, once the request has
+            entered: vLLM then counts a hit's tokens as external, and the request waits.
     """
 
     name = ""
+    shares = True
+    loads_later = False
 
     def lookup(
         self, request: Request, record: SchedulerRequest, most: int, least: Least
@@ -65,6 +71,10 @@ class CacheStore(Generic[H]):
             most: the most tokens. least: see `Least`.
         """
         return None
+
+    def answer(self, hit: H) -> Sequence[int]:
+        """Return the first tokens of the answer, where a hit has them; no step computes these."""
+        return ()
 
     def blocks_needed(
         self, request_id: str, record: SchedulerRequest, hit: H, num_tokens: int, *, capped: bool

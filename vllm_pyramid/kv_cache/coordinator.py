@@ -170,17 +170,15 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> None:
         """Begin the request's tables with what was found for it."""
-        if any(new_computed_blocks) or num_external_computed_tokens:
-            raise RuntimeError(
-                f"request {request_id}: vLLM begins its tables with blocks of its own or of a "
-                f"connector ({num_external_computed_tokens} tokens); report this"
-            )
         record = self._records[request_id]
         tokens = 0 if record.found is None else record.found.hit.tokens
-        if record.found is None or tokens != num_local_computed_tokens:
+        later = record.found is not None and record.found.store.loads_later
+        expected = (0, tokens) if later else (tokens, 0)
+        began = num_local_computed_tokens, num_external_computed_tokens
+        if any(new_computed_blocks) or record.found is None or began != expected:
             raise RuntimeError(
-                f"request {request_id}: {tokens} tokens were found for it, and vLLM begins with "
-                f"{num_local_computed_tokens}; report this"
+                f"request {request_id}: {expected} tokens were found for it, here and by a "
+                f"connector, and vLLM begins with {began}, or with blocks of its own; report this"
             )
         store, hit = record.found
         store.enter(request_id, record, hit)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import itemgetter
@@ -51,17 +51,30 @@ class EvictedNames:
         assert isinstance(plan, RetentionPlan), "policies that defer lengths are refused"
         keys: dict[int, bytes] = {}
         points: list[tuple[int, bytes]] = []
-        policy = served.policy
-        budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
-        text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens} {served.keep}"
-        key = sha256(text.encode())
-        for number in plan.giving:
-            point = plan.computed_at(number)
-            # An allocator of one's own may give other lengths under the same name.
-            key.update(f" {point} ".encode() + plan.skip_after(number).tobytes())
-            keys[number] = key.digest()
-            points.append((point, keys[number]))
+        for number, key in _keys(served, plan):
+            if number:
+                keys[number] = key
+                points.append((plan.computed_at(number), key))
         return cls(plan, keys, tuple(points)) if keys else None
+
+
+def evicted_key(served: ServedRequest, plan: RetentionPlan) -> bytes:
+    """Return what the KV behind a request's prompt depends on, apart from the tokens."""
+    *_, (_, key) = _keys(served, plan)
+    return key
+
+
+def _keys(served: ServedRequest, plan: RetentionPlan) -> Iterator[tuple[int, bytes]]:
+    """Yield the key before any eviction, under 0, and behind each that gives blocks back."""
+    policy = served.policy
+    budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
+    text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens} {served.keep}"
+    key = sha256(text.encode())
+    yield 0, key.digest()
+    for number in plan.giving:
+        # An allocator of one's own may give other lengths under the same name.
+        key.update(f" {plan.computed_at(number)} ".encode() + plan.skip_after(number).tobytes())
+        yield number, key.digest()
 
 
 def session_name(block_hash: BlockHash, key: bytes) -> BlockHash:

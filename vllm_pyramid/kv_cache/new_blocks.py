@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast, overload
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 
 class NoBlocks(KVCacheBlocks):
@@ -72,6 +74,45 @@ def extend_tables(
     for table, new in zip(tables, of_layers, strict=True):
         table.extend(new)
     return of_layers
+
+
+def begin_tables(
+    pool: BlockPool,
+    managers: Sequence[SingleTypeKVCacheManager],
+    request_id: str,
+    heads: Sequence[int],
+    counts: Sequence[int],
+    front: int = 0,
+) -> list[Sequence[KVCacheBlock]]:
+    """Begin a request's tables with heads that are given back already, and new blocks behind them.
+
+    Args:
+        managers: of the layers. heads: `[layers]` null blocks. counts: `[layers]` new blocks.
+        front: shared blocks behind the heads; where there are any, the tables have both already.
+
+    Returns:
+        The new blocks, `[layers][blocks]`.
+
+    Raises:
+        RuntimeError: the tables have other blocks.
+    """
+    blocks = iter(pool.get_new_blocks(sum(counts)))
+    own: list[Sequence[KVCacheBlock]] = []
+    for manager, head, count in zip(managers, heads, counts, strict=True):
+        new = [next(blocks) for _ in range(count)]
+        table = manager.req_to_blocks[request_id]
+        if not front:
+            table.extend([pool.null_block] * head)
+        if len(table) != head + front:
+            raise RuntimeError(
+                f"request {request_id} has {len(table)} blocks already, where its tables begin; "
+                "report this"
+            )
+        table.extend(new)
+        if manager.records_new_block_ids:
+            manager.new_block_ids.extend(block.block_id for block in new)
+        own.append(new)
+    return own
 
 
 class NewBlocks(KVCacheBlocks):

@@ -83,6 +83,16 @@ class SchedulerRequest:
         evicts = plan is not None and plan.evicts and not plan.waits_for_orders
         return cls(terms, plan, due=plan.exact_tokens if plan is not None and evicts else None)
 
+    def begin_evicted(self, plan: RetentionPlan, tokens: int, num_blocks: int) -> None:
+        """Begin as if the request had computed `tokens` tokens, and had evicted by then.
+
+        Args:
+            num_blocks: see the attribute.
+        """
+        self.num_blocks, self.resolved = num_blocks, plan
+        self.confirmed = self.released = plan.evictions_by(tokens)
+        self.due = plan.next_eviction(tokens)
+
     @property
     def is_ordered(self) -> bool:
         """Whether it has been ordered to evict: what it computes since is not the full cache's."""

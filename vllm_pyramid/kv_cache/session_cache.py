@@ -30,6 +30,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 from vllm_pyramid.kv_cache.evicted_names import session_name
+from vllm_pyramid.kv_cache.new_blocks import begin_tables
 from vllm_pyramid.kv_cache.session_snapshot import SessionSnapshot
 from vllm_pyramid.plan import RetentionPlan
 
@@ -219,22 +220,7 @@ class SessionCache:
         ]
         self._pool.tier.pin(session.in_host)
         counts = [self.num_rows(session) - start for start in starts]
-        blocks = iter(self._pool.get_new_blocks(sum(counts)))
-        own: list[Sequence[KVCacheBlock]] = []
-        for manager, head, count in zip(self._managers, heads, counts, strict=True):
-            new = [next(blocks) for _ in range(count)]
-            table = manager.req_to_blocks[request_id]
-            if not front:
-                table.extend([self._pool.null_block] * head)
-            if len(table) != head + front:
-                raise RuntimeError(
-                    f"request {request_id} has {len(table)} blocks already, where its tables "
-                    "begin; report this"
-                )
-            table.extend(new)
-            if manager.records_new_block_ids:
-                manager.new_block_ids.extend(block.block_id for block in new)
-            own.append(new)
+        own = begin_tables(self._pool, self._managers, request_id, heads, counts, front)
         self._load(session, own, [first + 1 - start for start in starts])
         return sources, own
 

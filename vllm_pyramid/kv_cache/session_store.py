@@ -150,11 +150,8 @@ class SessionStore(CacheStore[SessionSnapshot]):
         self._resumed_from[request_id] = hit.origin, hit.point
         self._counters.held_blocks += np.array(list(map(len, own)), np.int64)
         self._counters.skipped_tokens += hit.skip
-        plan = hit.plan
-        record.num_blocks = self._cache.num_rows(hit) * self._units_per_bundle
-        record.resolved = plan
-        record.confirmed = record.released = plan.evictions_by(hit.tokens)
-        record.due = plan.next_eviction(hit.tokens)
+        num_blocks = self._cache.num_rows(hit) * self._units_per_bundle
+        record.begin_evicted(hit.plan, hit.tokens, num_blocks)
         self._resumed[request_id] = hit
 
     def take_message(self, evicting: Sequence[Request]) -> dict[str, tuple[str, int]] | None:

@@ -24,25 +24,40 @@ class Stores:
     """
 
     def __init__(self, pool: BundlePool, stores: Sequence[CacheStore[Any]]) -> None:
-        self._pool, self._stores = pool, stores
+        self._pool, self._stores = pool, list(stores)
         # Called for every request in every step, so those that do nothing are left out.
         self._publishing = [
             store for store in stores if type(store).publish is not CacheStore.publish
         ]
 
-    def find(self, request: Request, record: SchedulerRequest, most: int, least: Least) -> int:
+    def put_first(self, store: CacheStore[Any]) -> None:
+        """Add a store that is looked up before all others."""
+        self._stores.insert(0, store)
+
+    def find(
+        self,
+        request: Request,
+        record: SchedulerRequest,
+        most: int,
+        least: Least,
+        *,
+        shared: bool = True,
+    ) -> int:
         """Look a request without blocks up; the first store that finds something serves it.
 
         Its blocks become the request's, or are copied, when its next allocation succeeds.
 
         Args:
             most: the most tokens to find. least: see `Least`.
+            shared: whether to look for what other requests have computed here.
 
         Returns:
             The tokens that it need not compute.
         """
         record.found = None
         for store in self._stores:
+            if not shared and store.shares:
+                continue
             if (hit := store.lookup(request, record, most, least)) is not None:
                 record.found = Found(store, hit)
                 tokens: int = hit.tokens

@@ -48,6 +48,7 @@ class Feature(Enum):
     SEVERAL_HOSTS = "ranks on several hosts"
     # What it does with the cache
     KV_CONNECTOR = "--kv-transfer-config"
+    HANDOVER = "PyramidConnector (--kv-transfer-config)"
     KV_OFFLOADING = "--kv-offloading-size"
     # A prompt may begin with blocks of another request if its KV is that of the full cache until
     # the prompt's end, and an eviction depends only on the cache and the prompt's last queries.
@@ -198,6 +199,11 @@ def unsupported_by(part: Component) -> Declared:
     if (why := found.get(Feature.PREFIX_CACHING)) is not None:
         reason = why if isinstance(why, str) else why[0]
         found = {**dict.fromkeys(_FOUND_BY_PREFIX, reason), **found}
+    # Both begin with blocks that another request has evicted from. A scorer has no more to do then,
+    # unless it gathers something from all tokens.
+    needed = Feature.PREFIX_CACHING if part.section == "scorer" else Feature.KV_TURNS
+    if (why := found.get(needed)) is not None:
+        found.setdefault(Feature.HANDOVER, why if isinstance(why, str) else why[0])
     return found
 
 

@@ -27,6 +27,7 @@ class Chunks:
 
     Attributes:
         admission: decides which prompts start; None: vLLM's own rule.
+        loading: the requests whose blocks vLLM's KV connector fills; admission has let them start.
         admitted: the last request that was to start in this step, whether or not it got blocks.
     """
 
@@ -46,6 +47,7 @@ class Chunks:
         # Otherwise the pool has room for whole sequences, so no request waits for its own head.
         self._pool_may_be_smaller = policy.inner_policy is not None or policy.schedule.every > 0
         self._evicting: list[Request] = []
+        self.loading: dict[str, Request] = {}
         self._pressure = pressure
         # In this step: the blocks of orders, while some are under way; and whether a running
         # request may wait for them.
@@ -90,11 +92,13 @@ class Chunks:
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
             return self._stock_chunk(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator
-        plan = coordinator.plans.of(request.request_id)
-        if not waits or self._starts(request, plan, computed):
+        plans = coordinator.plans
+        record, plan = plans.records[request.request_id], plans.of(request.request_id)
+        if waits and record.num_blocks:  # a connector has loaded into them
+            self.loading.pop(request.request_id, None)
+        if not waits or record.num_blocks or self.starts(request, plan, computed):
             chunk = self._chunk(request, plan, computed, tokens)
-            terms = coordinator.plans.records[request.request_id].terms
-            chunk = terms.units.chunk(computed, chunk)
+            chunk = record.terms.units.chunk(computed, chunk)
             if (
                 self._pool_may_be_smaller
                 and not waits
@@ -107,12 +111,13 @@ class Chunks:
         coordinator.blocked_request = request.request_id
         return tokens
 
-    def _starts(self, request: Request, plan: Plan, computed: int) -> bool:
+    def starts(self, request: Request, plan: Plan, computed: int) -> bool:
         """Return whether the first waiting request starts in this step."""
         if self._coordinator.block_pool.tier.must_wait():
             return False  # steps that read more of its prefix come first
         admission = self.admission
-        return admission is None or admission.admits(request, plan, computed, self._engine.running)
+        running = [*self._engine.running, *self.loading.values()]
+        return admission is None or admission.admits(request, plan, computed, running)
 
     def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
         """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""

@@ -70,31 +70,70 @@ def namespace_of(
     model, cache = config.model_config, config.cache_config
     algorithm = cache.prefix_caching_hash_algo
     facts = {
-        "format": FORMAT,
-        "versions": [__version__, vllm_version(), torch.__version__],
+        **_facts(config, settings, specs),
         "model": model.compute_hash(),
         "architecture": model.hf_config.to_json_string(),
-        "weights": _weights(model),
+        "weights": _weights(model, "--kv-host-cache-dir"),
         "settings": [model.hf_config_path, *_multimodal(model)],
+        "hashes": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
+        "device": [current_platform.device_type, _device(), settings.backend],
+    }
+    return _name_of(facts)
+
+
+def namespace_of_engines(
+    config: VllmConfig, settings: ServedSettings, specs: Sequence[LayerKVCacheSpec]
+) -> str:
+    """Return a name that engines on several hosts share, where they read one another's blocks.
+
+    Paths and times of files may differ between hosts, and so may the models of their GPUs: the
+    numbers of two GPUs differ in their last bits, and the layout of a block does not.
+
+    Raises:
+        ValueError: the weights cannot be told from others.
+    """
+    model = config.model_config
+    architecture = {**model.hf_config.to_dict(), "_name_or_path": None}
+    on_cpu = current_platform.device_type == "cpu"
+    weights = _weights(model, "--kv-transfer-config")
+    facts = {
+        **_facts(config, settings, specs),
+        "architecture": json.dumps(architecture, sort_keys=True, default=str),
+        "weights": [one[:2] + one[3:] if isinstance(one, tuple) else one for one in weights],
+        "quantization": str(model.quantization),
+        "device": [current_platform.device_type, _device() if on_cpu else "", settings.backend],
+    }
+    return _name_of(facts)
+
+
+def _facts(
+    config: VllmConfig, settings: ServedSettings, specs: Sequence[LayerKVCacheSpec]
+) -> dict[str, Any]:
+    """Return what blocks depend on, apart from the model's files and the device."""
+    model, cache = config.model_config, config.cache_config
+    return {
+        "format": FORMAT,
+        "versions": [__version__, vllm_version(), torch.__version__],
         "load": [str(config.load_config.load_format), model.seed],
         "cache": [str(spec) for spec in specs],
         "extras": [extras.made_by for extras in settings.policy.block_extras(specs[0])],
         "ranks": config.parallel_config.tensor_parallel_size,
         "types": [str(model.dtype), cache.cache_dtype],
-        "hashes": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
-        "device": [current_platform.device_type, _device(), settings.backend],
     }
+
+
+def _name_of(facts: dict[str, Any]) -> str:
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
 
-def _weights(model: Any) -> list[Any]:
+def _weights(model: Any, flag: str) -> list[Any]:
     folder = Path(model.model)
     if folder.is_dir():
         return weight_samples(folder)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit is None:
         raise ValueError(
-            f"--kv-host-cache-dir: it is not known which weights {model.model} has, so files of "
+            f"{flag}: it is not known which weights {model.model} has, so files of "
             "others could not be told from its own: give the path of a folder as the model"
         )
     return [model.model, commit]

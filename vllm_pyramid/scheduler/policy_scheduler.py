@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from vllm.logger import init_logger
@@ -20,6 +21,7 @@ from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy.fit import Pool
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
+from vllm_pyramid.scheduler.begun_answers import BegunAnswers
 from vllm_pyramid.scheduler.chunks import Chunks
 from vllm_pyramid.scheduler.early_reports import EarlyReports
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
@@ -29,6 +31,7 @@ from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
 from vllm_pyramid.scheduler.resumed_turns import ResumedTurns
 from vllm_pyramid.step.failures import METHOD, Failure
+from vllm_pyramid.step.hooks import SchedulerHooks
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,11 +51,13 @@ class PolicyScheduler:
 
     Args:
         engine: vLLM's scheduler. finds_prefixes: whether prefix caching is on.
+        hooks: of what else works in the scheduler.
 
     Attributes:
         coordinator: the blocks. policy: the served policy.
         hooks: of the policy's methods, and of what the engine adds.
         planner: checks and plans requests. chunks: which prompts start, and sizes of chunks.
+        begun: answers that begin with tokens which no step samples.
         failed: what went wrong. reports: what is reported. early: what of it before the end.
     """
 
@@ -63,6 +68,7 @@ class PolicyScheduler:
         settings: ServedSettings,
         *,
         finds_prefixes: bool,
+        hooks: Sequence[SchedulerHooks] = (),
     ) -> None:
         config, layer_blocks = engine.vllm_config, coordinator.layer_blocks
         self._engine, self.coordinator = engine, coordinator
@@ -71,7 +77,9 @@ class PolicyScheduler:
         self.hooks = [
             *self.policy.scheduler_hooks(layer_blocks.num_tables),
             *add_host_tier(coordinator, config, settings, finds_prefixes=finds_prefixes),
+            *hooks,
         ]
+        self.begun = BegunAnswers()
         pool = Pool(
             layer_blocks.num_tables,
             layer_blocks.full_block_size,
@@ -140,15 +148,27 @@ class PolicyScheduler:
         self.chunks.begin_step()
         self.coordinator.stores.mark_scheduled()  # published between two steps: computed by now
 
-    def cached_tokens(self, request: Request, most: int) -> int:
-        """Find what others have computed of a request without blocks, at most `most` tokens.
+    def cached_tokens(self, request: Request, most: int, *, shared: bool) -> int:
+        """Find what a request without blocks need not compute, at most `most` tokens.
 
         The queries that score a prompt are computed in any case.
+
+        Args:
+            shared: whether to look for what other requests have computed here.
         """
-        plans = self.coordinator.plans
-        least = partial(self.chunks.least_before, plans.of(request.request_id))
-        record = plans.records[request.request_id]
-        return self.coordinator.stores.find(request, record, most, least)
+        plans, coordinator = self.coordinator.plans, self.coordinator
+        self.chunks.loading.pop(request.request_id, None)  # it has lost what it held
+        plan, record = plans.of(request.request_id), plans.records[request.request_id]
+        least = partial(self.chunks.least_before, plan)
+        tokens = coordinator.stores.find(request, record, most, least, shared=shared)
+        if (found := record.found) is None or not found.store.loads_later:
+            return tokens
+        self.begun.add(request, found.store.answer(found.hit))
+        if self.chunks.starts(request, plan, tokens):
+            self.chunks.loading[request.request_id] = request
+        else:  # vLLM asks for no chunk of it now
+            coordinator.blocked_request = request.request_id
+        return 0
 
     def end_step(self, output: SchedulerOutput) -> None:
         """Tell the workers what to do before the step that has just been scheduled."""
@@ -215,6 +235,8 @@ class PolicyScheduler:
     def freed(self, request: Request) -> None:
         """Forget a request that has ended."""
         self.early.forget(request.request_id)
+        self.begun.forget(request.request_id)
+        self.chunks.loading.pop(request.request_id, None)
         self.coordinator.plans.forget(request.request_id)
         if self.chunks.admission is not None:
             self.chunks.admission.ended(request)

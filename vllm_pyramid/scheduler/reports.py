@@ -31,7 +31,7 @@ logger = init_logger(f"vllm.{__name__}")
 # Counters that send the statistics; tokens move with every step, which would be too often.
 _CHANGES = (
     *("evictions", "blocks_held", "failed_requests", "dropped_traces", "dropped_reports"),
-    *("host_cache", "turns"),
+    *("host_cache", "turns", "handed"),
 )
 # Of one request's report: 1 KiB for each of a model's layers, and as many again.
 MAX_REPORT_BYTES = 1 << 18

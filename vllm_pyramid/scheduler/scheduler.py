@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.compat import new_weights, page_server
 from vllm_pyramid.compat.block_pool import lockstep_coordinator
-from vllm_pyramid.compat.scheduler_points import SchedulerPoints
+from vllm_pyramid.compat.scheduler_points import SchedulerPoints, connector_hooks
 from vllm_pyramid.compat.side_channel import attach_policy_stats, read_report
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.new_blocks import NoBlocks, kv_cache_blocks
@@ -55,7 +55,11 @@ class SchedulerAdapter(SchedulerPoints):
         assert settings is not None, "this scheduler is only chosen when a policy was asked for"
         manager.enable_caching = _finds_prefixes(manager.enable_caching, coordinator, settings)
         self.pyramid = PolicyScheduler(
-            self, coordinator, settings, finds_prefixes=manager.enable_caching
+            self,
+            coordinator,
+            settings,
+            finds_prefixes=manager.enable_caching,
+            hooks=connector_hooks(self.connector),
         )
         # Called for every request in every step, so without a function in between.
         self.next_chunk = self.pyramid.chunks.next  # type: ignore[method-assign]
@@ -77,12 +81,13 @@ class SchedulerAdapter(SchedulerPoints):
         self.pyramid.begin_step()
         output = super().schedule(*args, **kwargs)
         self.pyramid.end_step(output)
+        if self.pyramid.begun:
+            self.pyramid.begun.tell(output, self.requests)
         return output
 
     def cached_prefix(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
-        tokens = 0
-        if self.kv_cache_manager.prefix_cache_lookup_enabled(request):
-            tokens = self.pyramid.cached_tokens(request, most)
+        shared = self.kv_cache_manager.prefix_cache_lookup_enabled(request)
+        tokens = self.pyramid.cached_tokens(request, most, shared=shared)
         return (self._hit if tokens else self.kv_cache_manager.empty_kv_cache_blocks), tokens
 
     def update_from_output(
@@ -90,6 +95,8 @@ class SchedulerAdapter(SchedulerPoints):
     ) -> Any:
         self.pyramid.take_report(read_report(model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.pyramid.begun:
+            self.pyramid.begun.put_in_front(outputs)
         if self.pyramid.early.waiting:
             self.pyramid.early.attach(self.requests, outputs)
         return outputs

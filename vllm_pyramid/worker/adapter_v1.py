@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_pyramid.attention.host_slots import HostSlots
 from vllm_pyramid.compat.drafts import extend_drafter
-from vllm_pyramid.compat.runner_v1 import RunnerV1Points
+from vllm_pyramid.compat.runner_v1 import RunnerV1Points, begin_answer
 from vllm_pyramid.worker.adapter import RunnerAdapter
 
 
@@ -96,6 +96,12 @@ class AdapterV1(RunnerV1Points, RunnerAdapter):
         num_blocks = self.kv_cache_config.num_blocks
         self.pyramid.take_messages(scheduler_output, self.kv_caches, num_blocks)
         self.pyramid.add_requests(scheduler_output.scheduled_new_reqs)
+
+    def requests_changed(self, scheduler_output: SchedulerOutput) -> None:
+        """Add what was answered before to the state of requests that begin behind it."""
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.prefill_token_ids is not None:
+                begin_answer(self, new.req_id, new.prefill_token_ids[new.prompt_len :])
 
     def needs_eager_step(self) -> bool:
         """Return whether the step must run without CUDA graphs."""

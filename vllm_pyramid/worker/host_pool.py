@@ -90,19 +90,7 @@ class HostPool:
         Raises:
             RuntimeError: layers have memories of their own, or blocks of other sizes.
         """
-        storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
-        size = self._page_bytes
-        found = [_block_bytes(cache, num_blocks) for cache in storages.values()]
-        if found != [size]:
-            raise RuntimeError(
-                f"the KV cache has memories with blocks of {found} bytes (None: in several "
-                f"places), and the host cache copies blocks of {size} bytes of one memory: leave "
-                "--kv-host-cache out, and report this"
-            )
-        (cache,) = storages.values()
-        pages = torch.empty(0, dtype=torch.uint8, device=cache.device)
-        pages.set_(cache.untyped_storage())
-        self._memories = [pages.view(num_blocks, size)]
+        self._memories = [pages_of(kv_caches, num_blocks, self._page_bytes, "--kv-host-cache")]
         for memory in extras:
             self._memories.append(memory.view(torch.uint8).view(num_blocks, -1))
         if sum(memory.shape[1] for memory in self._memories) != self.slots.shape[-1]:
@@ -186,6 +174,31 @@ class HostPool:
             (blocks, slots[copy.slot, : len(blocks)])
             for blocks, copy in zip(of_copies, copies, strict=True)
         ]
+
+
+def pages_of(
+    kv_caches: Sequence[torch.Tensor], num_blocks: int, page_bytes: int, flag: str
+) -> torch.Tensor:
+    """Return the blocks of all layers, `[num_blocks, page_bytes]` bytes of one memory.
+
+    Args:
+        kv_caches: of the layers. flag: what needs the blocks.
+
+    Raises:
+        RuntimeError: layers have memories of their own, or blocks of other sizes.
+    """
+    storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
+    found = [_block_bytes(cache, num_blocks) for cache in storages.values()]
+    if found != [page_bytes]:
+        raise RuntimeError(
+            f"the KV cache has memories with blocks of {found} bytes (None: in several places), "
+            f"and {flag} copies blocks of {page_bytes} bytes of one memory: leave it out, and "
+            "report this"
+        )
+    (cache,) = storages.values()
+    pages = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    pages.set_(cache.untyped_storage())
+    return pages.view(num_blocks, page_bytes)
 
 
 def _block_bytes(cache: torch.Tensor, num_blocks: int) -> int | None:

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router of examples/, before stand-ins for engines and before two real servers over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import runpy
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from tests.plumbing.server import Server, free_port, serving
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROUTER = runpy.run_path(str(EXAMPLES / "disaggregated_router.py"))
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
+TICKET = {"do_remote_prefill": True, "pyramid_state": "a" * 32}
+
+
+class StandIns:
+    """Engines without a model, which note what they are asked.
+
+    Attributes:
+        asked: host and body of each request. first: what prefilling engines answer.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.first: tuple[int, dict[str, Any]] = 200, self.length()
+        self.app = FastAPI()
+        for path in ROUTER["PATHS"]:
+            self.app.add_api_route(path, self._answer, methods=["POST"], response_model=None)
+
+    @staticmethod
+    def length(reason: str = "length", **own: Any) -> dict[str, Any]:
+        choice = {"text": "one", "finish_reason": reason}
+        return {"choices": [choice], "kv_transfer_params": {**TICKET, "kv_policy": "auto"}, **own}
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.json()
+        host = str(request.url.hostname)
+        self.asked.append((host, body))
+        if body.get("kv_transfer_params") == {"do_remote_decode": True}:
+            status, answer = self.first
+            if status == 0:
+                raise httpx.ConnectError("gone")
+            return JSONResponse(answer, status)
+        if body.get("stream"):
+            return StreamingResponse(
+                (f"data: {word}\n\n" for word in ("one", "two")), media_type="text/event-stream"
+            )
+        return JSONResponse({"from": host})
+
+
+@pytest.fixture
+def engines() -> StandIns:
+    return StandIns()
+
+
+def ask(engines: StandIns, *bodies: Any, path: str = "/v1/completions") -> list[httpx.Response]:
+    """Send bodies to a router before two engines of each kind."""
+
+    async def run() -> list[httpx.Response]:
+        inner = httpx.AsyncClient(transport=httpx.ASGITransport(engines.app))
+        app = ROUTER["make_app"](["http://p1", "http://p2"], ["http://d1", "http://d2"], inner)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            return [await client.post(path, content=json.dumps(body)) for body in bodies]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.cpu
+def test_a_request_goes_to_both_with_a_ticket(engines: StandIns) -> None:
+    body = {"prompt": "x", "max_tokens": 9, "min_tokens": 3, "vllm_xargs": {"kv_budget": "5%"}}
+    stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    forged = {**body, "kv_transfer_params": {"do_remote_prefill": True}}
+    answers = ask(engines, body, stream, forged)
+    assert answers[0].json() == {"from": "d1"}
+    assert answers[1].text == "data: one\n\ndata: two\n\n"
+    assert answers[1].headers["content-type"].startswith("text/event-stream")
+    assert [host for host, _ in engines.asked] == ["p1", "d1", "p2", "d2", "p1", "d1"]
+    first, second = engines.asked[2][1], engines.asked[3][1]
+    assert first == {
+        **body,
+        "max_tokens": 1,
+        "min_tokens": 0,
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    assert second == {**stream, "kv_transfer_params": {**TICKET, "kv_policy": "auto"}}
+    assert engines.asked[4][1]["kv_transfer_params"] == {"do_remote_decode": True}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({"n": 2}, {"max_tokens": 1}, {"logprobs": 0}, {"logprobs": True}),
+        *({"prompt": ["a", "b"]}, {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_what_one_engine_answers_alone(engines: StandIns, own: dict[str, Any]) -> None:
+    ask(engines, {"prompt": "x", "max_tokens": 9, **own})
+    assert [host for host, _ in engines.asked] == ["d1"]
+    assert "kv_transfer_params" not in engines.asked[0][1]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("status", [0, 500, 503])
+def test_without_an_engine_that_prefills(engines: StandIns, status: int) -> None:
+    engines.first = status, {}
+    (answer,) = ask(engines, {"messages": [], "max_tokens": 9}, path="/v1/chat/completions")
+    assert answer.json() == {"from": "d1"}
+    assert "kv_transfer_params" not in engines.asked[-1][1]
+
+
+@pytest.mark.cpu
+def test_what_the_first_engine_says_last(engines: StandIns) -> None:
+    """A mistake of the client, and an answer of one token."""
+    engines.first = 400, {"error": "wrong"}
+    (answer,) = ask(engines, {"prompt": "x"})
+    assert (answer.status_code, answer.json()) == (400, {"error": "wrong"})
+    engines.first = 200, StandIns.length("stop")
+    answer, stream = ask(engines, {"prompt": "x"}, {"prompt": "x", "stream": True})
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    assert stream.text.startswith("data: one")
+    assert [host for host, _ in engines.asked] == ["p1", "p1", "p2", "p2"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("body", [[], "text", None, 3])
+def test_a_body_that_is_no_object(engines: StandIns, body: Any) -> None:
+    (answer,) = ask(engines, body)
+    assert answer.status_code == 400
+    assert not engines.asked
+
+
+# Two servers ------------------------------------------------------------------------------------
+
+
+def _flags(role: str, **extra: Any) -> tuple[str, ...]:
+    connector = {
+        "kv_connector": "PyramidConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+    return (
+        *("--kv-policy", "auto", "--kv-budget", "12%", "--kv-min-tokens", "0", "--enforce-eager"),
+        *("--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32"),
+        *("--kv-cache-memory-bytes", str(128 << 20), "--max-num-batched-tokens", "512"),
+        *("--kv-transfer-config", json.dumps(connector)),
+    )
+
+
+@pytest.fixture(scope="module")
+def servers(
+    random_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Server]]:
+    folder = tmp_path_factory.mktemp("servers")
+    address = f"127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stack:
+        sender = _flags("kv_producer", listen=address)
+        fetcher = _flags("kv_consumer", peers=[address], wait_s=2)
+        yield (
+            stack.enter_context(serving(random_model, *sender, log=folder / "p.log")),
+            stack.enter_context(serving(random_model, *fetcher, log=folder / "d.log")),
+        )
+
+
+@pytest.fixture(scope="module")
+def router(servers: tuple[Server, Server]) -> Iterator[str]:
+    port = free_port()
+    app = ROUTER["make_app"]([servers[0].url], [servers[1].url])
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+def _handed(server: Server) -> dict[str, float]:
+    found = re.findall(
+        r'vllm_pyramid:handed_total\{.*reason="(\w+)"\} (\S+)', server.metrics_text()
+    )
+    return {reason: float(count) for reason, count in found}
+
+
+def _streamed(url: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text of a stream and its last chunk that is one."""
+    text, last = "", {}
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                last = json.loads(line.removeprefix("data: "))
+                for choice in last["choices"]:
+                    text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    return text, last
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_two_servers_answer_as_one(servers: tuple[Server, Server], router: str) -> None:
+    """Completions and chats, whole and streamed, with usage and report of one engine."""
+    _, decoder = servers
+    model = httpx.get(f"{router}/v1/models").json()["data"][0]["id"]
+    common = {"model": model, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    chat = [{"role": "user", "content": PROMPT}]
+    for path, body in (
+        ("/v1/completions", {**common, "prompt": PROMPT}),
+        ("/v1/chat/completions", {**common, "messages": chat}),
+    ):
+        alone = httpx.post(decoder.url + path, json=body, timeout=60).json()
+        together = httpx.post(router + path, json=body, timeout=60).json()
+        report, own = together["kv_transfer_params"], alone["kv_transfer_params"]
+        assert report.pop("handed") == {"tokens": own["prompt_tokens"]}
+        assert report == own
+        assert report["evicted_tokens"] > 0
+        assert together["usage"]["completion_tokens"] == 12
+        assert together["usage"] == alone["usage"]
+        message = alone["choices"][0]
+        assert together["choices"][0] == message
+        expected = message.get("text") or message["message"]["content"]
+        text, last = _streamed(router + path, body)
+        assert text == expected
+        assert last["kv_transfer_params"]["handed"]["tokens"] == own["prompt_tokens"]
+    assert _handed(decoder)["loaded"] == 4
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_stop_string_in_the_first_token(servers: tuple[Server, Server], router: str) -> None:
+    _, decoder = servers
+    model = httpx.get(f"{router}/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = httpx.post(f"{decoder.url}/v1/completions", json=body, timeout=60).json()
+    text = whole["choices"][0]["text"]
+    assert len(text) > 3
+    for stop in (text[:1], text[1:3]):
+        own = {**body, "stop": [stop]}
+        alone = httpx.post(f"{decoder.url}/v1/completions", json=own, timeout=60).json()
+        together = httpx.post(f"{router}/v1/completions", json=own, timeout=60).json()
+        assert together["choices"] == alone["choices"]
+        assert together["usage"] == alone["usage"]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_several_answers_are_refused_with_a_ticket(servers: tuple[Server, Server]) -> None:
+    sender, _ = servers
+    body = {
+        "model": "x",
+        "prompt": "x",
+        "max_tokens": 1,
+        "n": 2,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    body["model"] = httpx.get(f"{sender.url}/v1/models").json()["data"][0]["id"]
+    answer = httpx.post(f"{sender.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "send n requests" in answer.text
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_when_the_engine_that_prefills_dies(servers: tuple[Server, Server], router: str) -> None:
+    """Behind a ticket, and before one: the other computes the prompt, and says why. Last here."""
+    sender, decoder = servers
+    model = httpx.get(f"{router}/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    alone = httpx.post(f"{decoder.url}/v1/completions", json=body, timeout=60).json()
+    first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    ticket = httpx.post(f"{sender.url}/v1/completions", json=first, timeout=60).json()
+    sender.kill()
+    late = {**body, "kv_transfer_params": ticket["kv_transfer_params"]}
+    found = httpx.post(f"{decoder.url}/v1/completions", json=late, timeout=60).json()
+    assert found["choices"] == alone["choices"]
+    assert "cannot be reached" in found["kv_transfer_params"]["handed"]["because"]
+    again = httpx.post(f"{router}/v1/completions", json=body, timeout=60).json()
+    assert again["choices"] == alone["choices"]
+    assert _handed(decoder)["unreachable"] == 1

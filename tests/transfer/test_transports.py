@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder and TCP: the same contract, and what each of them refuses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
+from vllm_pyramid.transfer.settings import TransferSettings
+from vllm_pyramid.transfer.transport import Transport, make_transport
+
+pytestmark = pytest.mark.cpu
+
+STATE = "0123456789abcdef" * 2
+HEAD, PART = f"{STATE}.head", f"{STATE}.0"
+PIECES = [memoryview(b"one"), memoryview(bytes(100_000)), memoryview(b"two")]
+CONTENT = b"".join(PIECES)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody has."""
+    for first in range(21_000, 29_000, 16):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, one in enumerate(sockets):
+                one.bind(("127.0.0.1", first + offset))
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+        return first
+    raise AssertionError("no ports are free")
+
+
+def make(role: str = "kv_both", place: int = 0, **extra: Any) -> Transport:
+    config = KVTransferConfig(
+        kv_connector="PyramidConnector", kv_role=role, kv_connector_extra_config=extra
+    )
+    return make_transport(TransferSettings.of(config), place)
+
+
+@pytest.fixture(params=["folder", "tcp"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., tuple[Transport, Transport, str]]]:
+    """`pair(**settings)`: a sender of parts of rank 0, a fetcher, and the sender's name."""
+    made: list[Transport] = []
+
+    def get(**own: Any) -> tuple[Transport, Transport, str]:
+        if request.param == "folder":
+            where: dict[str, Any] = {"folder": str(tmp_path / "states"), **own}
+            found = make("kv_producer", 1, **where), make("kv_consumer", **where)
+            made.extend(found)
+            return *found, ""
+        name = f"127.0.0.1:{free_ports(2)}"
+        sender = make("kv_producer", 1, listen=name, **own)
+        fetcher = make("kv_consumer", peers=[name], **own)
+        made.extend((sender, fetcher))
+        return sender, fetcher, name
+
+    yield get
+    for one in made:
+        one.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not is_so():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_what_is_put_is_got_until_it_is_dropped(pair: Any) -> None:
+    sender, fetcher, name = pair()
+    assert fetcher.get(PART, name, 1 << 20) is None
+    sender.put(PART, PIECES)
+    for _ in range(2):
+        found = fetcher.get(PART, name, 1 << 20)
+        assert bytes(found) == CONTENT
+        assert not found.readonly, "tensors are made of it"
+    fetcher.drop(PART, name)
+    until(lambda: fetcher.get(PART, name, 1 << 20) is None)
+    fetcher.drop(PART, name)  # it is gone
+
+
+def test_what_is_too_large_is_not_read(pair: Any) -> None:
+    sender, fetcher, name = pair()
+    sender.put(PART, PIECES)
+    with pytest.raises(DamagedFileError, match="too large"):
+        fetcher.get(PART, name, len(CONTENT) - 1)
+
+
+def test_what_nobody_fetches_is_dropped(pair: Any) -> None:
+    sender, fetcher, name = pair(ttl_s=0.3)
+    sender.put(PART, PIECES)
+    assert fetcher.get(PART, name, 1 << 20) is not None
+    until(lambda: fetcher.get(PART, name, 1 << 20) is None)
+
+
+def test_there_is_a_limit(pair: Any) -> None:
+    sender, fetcher, name = pair(limit_gib=150_000 / 2**30)
+    sender.put(PART, PIECES)
+    with pytest.raises(OSError, match="of 150000 at most"):
+        sender.put(f"{STATE}.1", PIECES)
+    fetcher.drop(PART, name)
+    until(lambda: fetcher.get(PART, name, 1 << 20) is None)
+    sender.put(PART, PIECES)
+
+
+# The folder -------------------------------------------------------------------------------------
+
+
+def test_a_folder_keeps_to_its_own_files(tmp_path: Path) -> None:
+    """Links are not followed, and files of other names stay."""
+    folder = tmp_path / "states"
+    transport = make(folder=str(folder), ttl_s=0.2)
+    secret = tmp_path / "secret"
+    secret.write_text("a secret")
+    (folder / PART).symlink_to(secret)
+    with pytest.raises(OSError, match=r"symbolic links|Too many levels"):
+        transport.get(PART, "", 1 << 20)
+    own = folder / "notes.txt"
+    own.write_text("mine")
+    old = time.time() - 1000
+    os.utime(own, (old, old))
+    transport.put(HEAD, PIECES)
+    assert (folder / HEAD).stat().st_mode & 0o777 == 0o600
+    until(lambda: not (folder / HEAD).exists())
+    assert own.read_text() == "mine"
+    assert secret.read_text() == "a secret"
+    transport.close()
+
+
+# TCP --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Transport, int]]:
+    """A sender and its port."""
+    port = free_ports(1)
+    sender = make("kv_producer", listen=f"127.0.0.1:{port}")
+    sender.put(HEAD, PIECES)
+    yield sender, port
+    sender.close()
+
+
+def ask(port: int, line: bytes) -> bytes:
+    """What a server answers to a line, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(5)
+        found = b""
+        while data := connection.recv(1 << 16):
+            found += data
+        return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"\n", b"GET", b"GET /etc/passwd\n", f"GET ../{STATE}.head\n".encode()),
+        *(f"get {HEAD}\n".encode(), f"GET {HEAD}".encode(), f"PUT {HEAD}\n".encode()),
+        *(b"GET " + b"a" * 1000 + b"\n", b"\0" * 64, b"\xff\xfe\n"),
+    ],
+)
+def test_strangers_get_nothing(server: tuple[Transport, int], line: bytes) -> None:
+    _, port = server
+    assert ask(port, line) == b""
+    assert ask(port, f"GET {HEAD}\n".encode())[8:] == CONTENT
+
+
+def test_an_engine_asks_its_peers_alone(server: tuple[Transport, int]) -> None:
+    """Tickets name peers; a name that is not configured is a mistake of the caller."""
+    _, port = server
+    fetcher = make("kv_consumer", peers=["127.0.0.1:1"])
+    with pytest.raises(KeyError):
+        fetcher.get(HEAD, f"127.0.0.1:{port}", 1 << 20)
+    with pytest.raises(OSError, match=r"refused|Connection"):
+        fetcher.get(HEAD, "127.0.0.1:1", 1 << 20)
+    fetcher.drop(HEAD, "127.0.0.1:1")  # nobody hears it
+
+
+@pytest.mark.parametrize("sent", [0, 3, 8, 1000])
+def test_an_engine_that_ends_meanwhile(sent: int) -> None:
+    """The connection closes in the middle of a state."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(((5000).to_bytes(8, "little") + bytes(5000))[:sent])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    fetcher = make("kv_consumer", peers=[f"127.0.0.1:{port}"])
+    with pytest.raises(DamagedFileError, match="ends after"):
+        fetcher.get(HEAD, f"127.0.0.1:{port}", 1 << 20)
+    thread.join()
+    listener.close()
+
+
+def test_an_engine_that_says_nothing() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    name = f"127.0.0.1:{listener.getsockname()[1]}"
+    fetcher = make("kv_consumer", peers=[name], wait_s=0.2)
+    with pytest.raises(TimeoutError):
+        fetcher.get(HEAD, name, 1 << 20)
+    listener.close()
+
+
+def test_each_rank_has_a_port(server: tuple[Transport, int]) -> None:
+    first = free_ports(3)
+    name = f"127.0.0.1:{first}"
+    senders = [make("kv_producer", place, listen=name) for place in range(3)]
+    for place, part in enumerate(("head", "0", "1")):
+        senders[place].put(f"{STATE}.{part}", [memoryview(part.encode())])
+    fetcher = make("kv_consumer", peers=[name])
+    for part in ("head", "0", "1"):
+        found = fetcher.get(f"{STATE}.{part}", name, 100)
+        assert found is not None
+        assert bytes(found) == part.encode()
+    for sender in senders:
+        sender.close()
+    with pytest.raises(OSError, match=r"refused|Connection"):
+        fetcher.get(HEAD, name, 100)
+
+
+def test_a_port_that_is_taken_is_named(server: tuple[Transport, int]) -> None:
+    _, port = server
+    with pytest.raises(OSError, match=str(port)):
+        make("kv_producer", listen=f"127.0.0.1:{port}")

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register our KV connector with vLLM.
+
+Target: `KVConnectorFactory._registry`. Why: to ask whether a connector is registered already, as
+the plugin may be loaded twice. Remove when vLLM's function is idempotent.
+"""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+
+def install(name: str, module: str) -> None:
+    """Register the class `name` of a module, which is loaded when an engine uses it. Idempotent."""
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a request with a ticket computes its prompt itself; labels of a metric, and words."""
+
+from __future__ import annotations
+
+from vllm.v1.request import Request
+
+from vllm_pyramid.policy.request import ServedRequest
+
+LOADED = "loaded"
+ROLE, TICKET, ABSENT, UNREACHABLE = "role", "ticket", "absent", "unreachable"
+DAMAGED, DIFFERS, ENDS = "damaged", "differs", "ends"
+UNREAD, PREEMPTED = "unread", "preempted"
+WORDS = {
+    ROLE: "this engine fetches no states (kv_role kv_producer)",
+    TICKET: "its ticket cannot be read, or names an engine that is not among the peers",
+    ABSENT: "there is no such state: another request has fetched it, or its time is over",
+    UNREACHABLE: "the engine that has the state cannot be reached",
+    DAMAGED: "the head of the state is damaged",
+    DIFFERS: "the state is of another model, version, prompt, policy or budget",
+    ENDS: "its first token ends the answer",
+    UNREAD: "the blocks of the state could not be read",
+    PREEMPTED: "it was preempted, and its prompt was computed again",
+    "logprobs": "log probabilities are not handed over",
+    "grammar": "its first token has to follow a grammar",
+    "seed": "its tokens follow a seed, of which the first was drawn elsewhere",
+    "thinking": "it has a budget of tokens for thinking",
+    "inputs": "it has images or embeddings",
+    "turns": "it is a turn of a conversation",
+    "uncached": "it asks for nothing from a cache",
+    "short": "its answer has one token",
+}
+# Of a request that ended before it began.
+ABORTED = "aborted"
+LABELS = (LOADED, ABORTED, *WORDS)
+
+
+def why_itself(request: Request, served: ServedRequest, max_model_len: int) -> str | None:
+    """Return why a request cannot begin behind a first token that another engine has sampled.
+
+    Everything else that looks at earlier tokens of an answer (penalties, `min_tokens`, bad words,
+    stop strings) sees the first token as its own.
+
+    Returns:
+        A label of `WORDS`; None if it can.
+    """
+    params = request.sampling_params
+    if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "inputs"
+    if request.mm_features:
+        return "inputs"
+    of_tokens = params.logprobs, params.prompt_logprobs, params.logprob_token_ids
+    if any(one is not None for one in of_tokens):
+        return "logprobs"
+    if request.use_structured_output:
+        return "grammar"
+    if params.seed is not None and params.temperature > 0:
+        return "seed"
+    if params.thinking_token_budget is not None:
+        return "thinking"
+    if served.turns is not None:
+        return "turns"
+    if request.skip_reading_prefix_cache:
+        return "uncached"
+    if request.max_tokens <= 1 or request.num_prompt_tokens + 1 >= max_model_len:
+        return "short"
+    return None
+
+
+def ends_answer(request: Request, token: int) -> bool:
+    """Return whether a first token ends the answer, or would if it were long enough."""
+    params = request.sampling_params
+    assert params is not None, "checked by `why_itself`"
+    return token == params.eos_token_id or token in (params.stop_token_ids or ())

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States over TCP: the engine that prefills serves them from its memory.
+
+    GET NAME, DROP NAME    a line
+    answer to GET          8 bytes: the length, or all ones if there is nothing; then the bytes
+
+The scheduler serves heads at the engine's port, and each worker its parts at a port of its own
+behind it. There is no encryption: the network is the engines' own, as with NCCL.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from errno import ENOSPC
+from struct import Struct
+from typing import Any
+
+from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
+from vllm_pyramid.transfer.settings import Address, TransferSettings
+
+_LENGTH = Struct("<Q")
+_NOTHING = (1 << 64) - 1
+_LINE = re.compile(rb"(GET|DROP) ([0-9a-f]{32}\.(?:head|\d{1,5}))\n")
+_CONNECT_S, _IDLE_S = 3.0, 30.0
+_MOST_CONNECTIONS = 64
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Serves what is in a dictionary, and drops what nobody fetches.
+
+    Attributes:
+        states: pieces by name, each with the time at which it is dropped.
+    """
+
+    allow_reuse_address, daemon_threads, block_on_close = True, True, False
+
+    def __init__(self, address: Address) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self.states: dict[str, tuple[float, Sequence[memoryview]]] = {}
+        self.lock = threading.Lock()
+        self._open = threading.Semaphore(_MOST_CONNECTIONS)
+        try:
+            super().__init__(address, _Handler)
+        except OSError as error:
+            where = f"{address.host}:{address.port}"
+            raise OSError(error.errno, f"no states can be served at {where}: {error}") from None
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._open.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._open.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: the other side has gone, and its own log says so."""
+
+    def service_actions(self) -> None:
+        """Drop states whose time is over; called every half second."""
+        now = time.monotonic()
+        with self.lock:
+            for name in [name for name, (end, _) in self.states.items() if end < now]:
+                del self.states[name]
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = _IDLE_S
+    server: _Server
+
+    def handle(self) -> None:
+        found = _LINE.fullmatch(self.rfile.readline(128))
+        if found is None:
+            return
+        name = found[2].decode()
+        with self.server.lock:
+            if found[1] == b"DROP":
+                self.server.states.pop(name, None)
+                return
+            _, pieces = self.server.states.get(name, (0.0, None))
+        if pieces is None:
+            self.request.sendall(_LENGTH.pack(_NOTHING))
+            return
+        self.request.sendall(_LENGTH.pack(sum(piece.nbytes for piece in pieces)))
+        for piece in pieces:
+            self.request.sendall(piece)
+
+
+class TcpTransport:
+    """A `Transport` over TCP.
+
+    Args:
+        place: see `make_transport`.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, settings: TransferSettings, place: int) -> None:
+        self._peers, self._ttl_s = settings.peers, settings.ttl_s
+        self._limit, self._wait_s = settings.limit_bytes, settings.wait_s
+        self._server: _Server | None = None
+        if settings.sends and (listen := settings.listen) is not None:
+            self._server = _Server(listen._replace(port=listen.port + place))
+            serve = self._server.serve_forever
+            threading.Thread(target=serve, daemon=True, name="kv-states").start()
+
+    def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        assert self._server is not None, "it sends nothing"
+        with self._server.lock:
+            states = self._server.states
+            used = sum(piece.nbytes for _, held in states.values() for piece in held)
+            if used + sum(piece.nbytes for piece in pieces) > self._limit:
+                raise OSError(ENOSPC, f"states of {used} bytes wait, of {self._limit} at most")
+            states[name] = time.monotonic() + self._ttl_s, pieces
+
+    def get(self, name: str, peer: str, largest: int) -> memoryview | None:
+        with self._ask("GET", name, peer) as connection:
+            (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+            if length == _NOTHING:
+                return None
+            if length > largest:
+                raise DamagedFileError("it is too large")
+            return _receive(connection, length)
+
+    def drop(self, name: str, peer: str) -> None:
+        with suppress(OSError):
+            self._ask("DROP", name, peer).close()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _ask(self, verb: str, name: str, peer: str) -> socket.socket:
+        """Connect to one of the configured engines, and to no other host."""
+        host, port = self._peers[peer]
+        part = name.rpartition(".")[2]
+        place = 0 if part == "head" else 1 + int(part)
+        connection = socket.create_connection((host, port + place), _CONNECT_S)
+        try:
+            connection.settimeout(self._wait_s)
+            connection.sendall(f"{verb} {name}\n".encode())
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+
+def _receive(connection: socket.socket, count: int) -> memoryview:
+    data = memoryview(bytearray(count))
+    start = 0
+    while start < count:
+        if not (received := connection.recv_into(data[start:])):
+            raise DamagedFileError(f"it ends after {start} of {count} bytes")
+        start += received
+    return data
