@@ -89,13 +89,15 @@ class AnnouncingStores(Stores):
 
     def prepare(self, request: Request, record: SchedulerRequest, processed: int) -> None:
         super().prepare(request, record, processed)
-        self._announce_beside(self._seen[request.request_id])
+        if (seen := self._seen.get(request.request_id)) is not None:
+            self._announce_beside(seen)
 
     def released(
         self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan
     ) -> tuple[Numbers | int, Numbers | int]:
         found = super().released(request_id, record, resolved)
-        self._announce_copied(self._seen[request_id])
+        if (seen := self._seen.get(request_id)) is not None:  # else its KV came from elsewhere
+            self._announce_copied(seen)
         return found
 
     def leave(self, request_id: str, record: SchedulerRequest) -> Numbers | int:
