@@ -416,7 +416,7 @@ def test_a_stage_answers_for_its_layers_and_passes_nan_on(tmp_path: Path) -> Non
         query = torch.ones(sum(request[2] for request in requests), HEADS, SIZE)
         for layers, selector in found.items():
             step = _step(requests, policy=policy)
-            step.failures.is_heard_in_evictions = layers != (2,)
+            step.failures.reports_evictions = layers != (2,)
             selector.begin_step(step)
             for layer in layers:
                 # The tensor of queries stands for what a model hands from layer to layer.

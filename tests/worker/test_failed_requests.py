@@ -170,9 +170,9 @@ def test_an_exception_that_concerns_no_request_is_raised() -> None:
     failures = Failures()
     for error, names in ((KeyError("x"), []), (PlanMismatchError("a chunk"), ["x"])):
         with pytest.raises(type(error)):
-            failures.blame(names, "a hook", error)
+            failures.add_error(names, "a hook", error)
     for name in ("x", "y"):
-        failures.blame([name], "a hook", KeyError(name))
+        failures.add_error([name], "a hook", KeyError(name))
     assert failures.of["y"].reason == "a hook: KeyError: 'y'"
     failures.forget("x")
     assert set(failures.take().wait()) == {"y"}
@@ -235,13 +235,13 @@ def test_what_other_workers_may_wait_in_is_raised() -> None:
         tracker.add("wrong", 70, None)
     failures = tracker.failures
     with pytest.raises(KeyError):
-        failures.blame(["x"], "a hook", KeyError("x"), peers_wait=True)
-    failures.blame(["x"], "a hook", KeyError("x"))
+        failures.add_error(["x"], "a hook", KeyError("x"), peers_wait=True)
+    failures.add_error(["x"], "a hook", KeyError("x"))
     assert set(failures.of) == {"x"}
     step = tracker.step
-    step.failures.is_heard_in_evictions = True
+    step.failures.reports_evictions = True
     with pytest.raises(KeyError):  # a stage that reports with evictions alone
-        step.blame("a hook", KeyError("x"))
+        step.add_error("a hook", KeyError("x"))
 
 
 class Runner:
@@ -255,10 +255,12 @@ class Runner:
 
 
 @pytest.mark.parametrize("call", ["execute_model", "sample_tokens"])
-def test_a_worker_that_fails_unheard_ends(call: str) -> None:
+def test_a_worker_that_fails_unreported_ends(call: str) -> None:
     runner = type("Adapted", (RunnerAdapter, Runner), {})()
-    for is_heard, error in ((True, KeyError), (False, SystemExit)):
-        runner.pyramid = SimpleNamespace(is_heard=is_heard, end_step=lambda output: output)
+    for reports_errors, error in ((True, KeyError), (False, SystemExit)):
+        runner.pyramid = SimpleNamespace(
+            reports_errors=reports_errors, end_step=lambda output: output
+        )
         with pytest.raises(error):
             getattr(runner, call)()
 

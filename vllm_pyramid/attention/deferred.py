@@ -133,7 +133,7 @@ class DeferredEviction:
                 f"the scores of the policy {self.policy.name!r}",
                 self.policy.scorer.asks_ranks,
             )
-            evictions.failures.blame(batch.request_ids, what, error, peers_wait=asks)
+            evictions.failures.add_error(batch.request_ids, what, error, peers_wait=asks)
         if scores is None:
             columns = max(batch.longest - self.policy.window, 0)
             scores = torch.zeros(
@@ -178,7 +178,7 @@ class DeferredEviction:
                 lengths = self.method.decide(plans, torch.stack(known))
             except Exception as error:
                 asks = self.method.asks_ranks
-                evictions.failures.blame(names, what, error, peers_wait=asks)
+                evictions.failures.add_error(names, what, error, peers_wait=asks)
         for name, request, keep in zip(names, group.tolist(), lengths, strict=bool(lengths)):
             try:
                 if isinstance(keep, Exception):
@@ -186,7 +186,7 @@ class DeferredEviction:
                 evictions.resolve(request, keep, self._first)
                 open_requests.remove(request)
             except Exception as error:
-                evictions.failures.blame([name], what, error)
+                evictions.failures.add_error([name], what, error)
         for request, plan in zip(group.tolist(), plans, strict=True):
             if request in open_requests:
                 alike = np.full(self.together, plan.floor + plan.mean)
@@ -213,7 +213,7 @@ class DeferredEviction:
                 shorten(batch, waiting.scores, self.hooks, trace, waiting.mass)
             except Exception as error:
                 what = f"an eviction of the policy {self.policy.name!r}"
-                evictions.failures.blame(batch.request_ids, what, error)
+                evictions.failures.add_error(batch.request_ids, what, error)
 
 
 def _alike(evictions: StepEvictions, inputs: AttentionInputs) -> list[npt.NDArray[np.int64]]:

@@ -76,7 +76,7 @@ def evict_batch(
             shorten(*found, hooks, trace, mass)
     except Exception as error:
         what = f"an eviction of the policy {policy.name!r}"
-        batch.evictions.failures.blame(batch.request_ids, what, error, peers_wait=asks)
+        batch.evictions.failures.add_error(batch.request_ids, what, error, peers_wait=asks)
 
 
 def shorten(

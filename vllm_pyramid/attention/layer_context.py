@@ -124,7 +124,7 @@ class LayerContext:
             try:
                 hooks.after_write(write)
             except Exception as error:
-                self._blame("after_write", hooks, error)
+                self._add_error("after_write", hooks, error)
 
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return what the layer attends to, which methods may have chosen."""
@@ -132,7 +132,7 @@ class LayerContext:
             try:
                 inputs = hooks.before_attention(inputs)
             except Exception as error:
-                self._blame("before_attention", hooks, error)
+                self._add_error("before_attention", hooks, error)
         return inputs
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
@@ -142,7 +142,7 @@ class LayerContext:
                 if hooks.attend(inputs, out):
                     return True
             except Exception as error:
-                self._blame("attend", hooks, error)
+                self._add_error("attend", hooks, error)
                 out.zero_()
                 return True
         return False
@@ -157,7 +157,7 @@ class LayerContext:
             try:
                 hooks.after_attention(inputs)
             except Exception as error:
-                self._blame("after_attention", hooks, error)
+                self._add_error("after_attention", hooks, error)
         if self.step.evictions is None:
             return
         if (self.layer + 1) * self.tables_per_layer == self.tracker.num_layers:
@@ -203,12 +203,12 @@ class LayerContext:
                 hooks.after_eviction(inputs, evictions)
             except Exception as error:
                 what = f"`after_eviction` of {hooks.label}"
-                evictions.failures.blame(
+                evictions.failures.add_error(
                     evictions.request_ids, what, error, peers_wait=hooks.asks_ranks
                 )
 
-    def _blame(self, function: str, hooks: WorkerHooks, error: Exception) -> None:
-        self.step.blame(f"`{function}` of {hooks.label}", error, peers_wait=hooks.asks_ranks)
+    def _add_error(self, function: str, hooks: WorkerHooks, error: Exception) -> None:
+        self.step.add_error(f"`{function}` of {hooks.label}", error, peers_wait=hooks.asks_ranks)
 
 
 def own_inputs(inputs: AttentionInputs, attended: AttentionInputs) -> AttentionInputs:

@@ -170,7 +170,7 @@ class IntervalSchedule(Schedule):
 # Where generated tokens get levels.
 _WITH_ANSWERS: Unsupported = {
     Feature.DRAFTS: "with `answers`, queries of rejected drafts would be among those that score",
-    Feature.PIPELINE: "with `answers`, the last stage alone is heard if scores fail there",
+    Feature.PIPELINE: "with `answers`, the last stage alone reports scores that fail there",
     Feature.INNER_SPANS: "with `answers`, their tokens are not known again behind an eviction",
 }
 

@@ -263,7 +263,7 @@ class EvictionBatch:
                 check_scores(kind, scores, heads, inputs.num_tokens)
             except Exception as error:
                 asks = self.policy.scorer.asks_ranks
-                self._blame(row, f"the scorer {kind!r}", error, peers_wait=asks)
+                self._failed(row, f"the scorer {kind!r}", error, peers_wait=asks)
                 continue
             out[row, :, inputs.start : inputs.start + inputs.num_tokens] = scores
         return out
@@ -297,13 +297,13 @@ class EvictionBatch:
                     Failure(METHOD, reason), self.request_ids[row : row + 1], wrong[None]
                 )
             except Exception as error:
-                self._blame(row, f"the selector {kind!r}", error)
+                self._failed(row, f"the selector {kind!r}", error)
                 places = first
             out[row, :, :keep] = places + start
         return out
 
-    def _blame(self, row: int, what: str, error: Exception, *, peers_wait: bool = False) -> None:
-        self.evictions.failures.blame(
+    def _failed(self, row: int, what: str, error: Exception, *, peers_wait: bool = False) -> None:
+        self.evictions.failures.add_error(
             self.request_ids[row : row + 1], what, error, peers_wait=peers_wait
         )
 

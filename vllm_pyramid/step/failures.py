@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of a worker that must end with an error, so that no other request is hurt.
 
-    an eviction    a request's scores have NaN, or a method raises -> `add`, `flag`, `blame`
+    an eviction    a request's scores have NaN, or a method raises -> `add`, `flag`, `add_error`
     end of a step  over ranks (`sum_over_ranks`) and stages, then `take` -> report to the scheduler
 
 The scheduler alone ends requests. Until it does, every rank and stage goes on as if the request had
@@ -95,13 +95,13 @@ class Failures:
     Attributes:
         of: the failures that the host knows, by request id, until the request is forgotten.
         has_peers: whether other workers compute each step together with this one.
-        is_heard_in_evictions: whether the scheduler hears of this worker's failures in steps with
+        reports_evictions: whether the scheduler hears of this worker's failures in steps with
             evictions alone: a pipeline stage that is not the last one.
     """
 
     def __init__(self) -> None:
         self.of: dict[str, Failure] = {}
-        self.has_peers = self.is_heard_in_evictions = False
+        self.has_peers = self.reports_evictions = False
         self._unreported: dict[str, Failure] = {}
         self._flags: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
         self._traced: set[tuple[str, str]] = set()
@@ -125,7 +125,7 @@ class Failures:
         known = self._flags.get(key)
         self._flags[key] = wrong if known is None else known | wrong
 
-    def blame(
+    def add_error(
         self, request_ids: Sequence[str], what: str, error: Exception, *, peers_wait: bool = False
     ) -> None:
         """Let the requests fail for which a method's call raised `error`.

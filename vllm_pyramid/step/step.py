@@ -176,22 +176,20 @@ class Step:
             prompt_len=int(self.prompt_lens[row]),
         )
 
-    def blame(self, what: str, error: Exception, *, peers_wait: bool = False) -> None:
+    def add_error(self, what: str, error: Exception, *, peers_wait: bool = False) -> None:
         """Let all requests of the step fail, for which a method's call raised `error`.
 
         Args:
-            peers_wait: see `Failures.blame`.
+            peers_wait: see `Failures.add_error`.
 
         Raises:
             Exception: `error`, in steps without requests; where layers compute different tokens, as
                 the layer above would not know which; where the scheduler would not hear of it; and
-                as of `Failures.blame`.
+                as of `Failures.add_error`.
         """
-        if self.layout is not None or (
-            self.evictions is None and self.failures.is_heard_in_evictions
-        ):
+        if self.layout is not None or (self.evictions is None and self.failures.reports_evictions):
             raise error
-        self.failures.blame(self.request_ids, what, error, peers_wait=peers_wait)
+        self.failures.add_error(self.request_ids, what, error, peers_wait=peers_wait)
 
     def report(self) -> dict[str, Eviction]:
         """Return what the scheduler hears of the step's evictions, by request."""

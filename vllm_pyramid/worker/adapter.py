@@ -71,17 +71,17 @@ class RunnerAdapter:
         self.pyramid.bind_host_pool(self.kv_caches, kv_cache_config.num_blocks)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step as vLLM does; a worker that fails unheard ends."""
-        with self._ending_unheard():
+        """Run a step as vLLM does; a worker that fails ends unless the engine reports it."""
+        with self._ending_unreported():
             return super().execute_model(*args, **kwargs)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as vLLM does; the step's evictions are attached to the output."""
-        with self._ending_unheard():
+        with self._ending_unreported():
             return self.pyramid.end_step(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
 
     @contextmanager
-    def _ending_unheard(self) -> Iterator[None]:
+    def _ending_unreported(self) -> Iterator[None]:
         """End this worker where it fails and only others answer the engine.
 
         vLLM's executor hears one worker's exception. Where another one fails, it logs that and goes
@@ -91,7 +91,7 @@ class RunnerAdapter:
         try:
             yield
         except Exception:
-            if self.pyramid.is_heard:
+            if self.pyramid.reports_errors:
                 raise
             logger.exception(
                 "Worker failed during a collective step; other ranks are blocked. Shutting down "

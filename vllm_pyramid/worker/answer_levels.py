@@ -185,7 +185,7 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
             except Exception as error:
                 names, asks = self._scored[0].request_ids, self._policy.scorer.asks_ranks
                 what = f"levels of the policy {self._policy.name!r}"
-                self._step().failures.blame(names, what, error, peers_wait=asks)
+                self._step().failures.add_error(names, what, error, peers_wait=asks)
         self._behind.make(inputs.query, memory)
 
     def _memory_of(self, inputs: AttentionInputs) -> torch.Tensor:

@@ -98,7 +98,7 @@ class EvictionTracker:
         except Exception as error:
             # Other workers may have made the plan, and will evict.
             what = f"the plan of the policy {self.policy.name!r}"
-            self.failures.blame([request_id], what, error, peers_wait=True)
+            self.failures.add_error([request_id], what, error, peers_wait=True)
             served = for_request(self.policy, KEEP_EVERYTHING)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
         # A prompt that stays has its spans.
@@ -154,7 +154,7 @@ class EvictionTracker:
                 if hooks.without_graphs((self._requests[name] for name in request_ids), computed):
                     return True
             except Exception as error:
-                self.failures.blame(request_ids, f"`without_graphs` of {hooks.label}", error)
+                self.failures.add_error(request_ids, f"`without_graphs` of {hooks.label}", error)
                 return True
         return False
 
@@ -214,7 +214,7 @@ class EvictionTracker:
                 needs = hooks.begin_step(self.step)
             except Exception as error:
                 # Ranks that know less of the step than others might wait for one another.
-                self.step.blame(
+                self.step.add_error(
                     f"`begin_step` of {hooks.label}", error, peers_wait=hooks.asks_ranks
                 )
                 continue
@@ -324,7 +324,7 @@ class EvictionTracker:
                 report = hooks.end_step(step)
             except Exception as error:
                 what = f"`end_step` of {hooks.label}"
-                step.failures.blame(step.request_ids, what, error, peers_wait=hooks.asks_ranks)
+                step.failures.add_error(step.request_ids, what, error, peers_wait=hooks.asks_ranks)
                 continue
             if report is not None:
                 if not hooks.name or hooks.name in reports:

@@ -125,7 +125,7 @@ class WorkerRuntime:
             hooks.append(self.late)
         tracker.hooks = MethodHooks(hooks)
         tracker.failures.has_peers = ranks.size > 1 or pipeline.count > 1
-        tracker.failures.is_heard_in_evictions = not pipeline.is_last
+        tracker.failures.reports_evictions = not pipeline.is_last
         self.binding = LayerBinding(
             *(config, get_model, self.layers, tracker, self.tables, ranks),
             traces=settings.trace is not None,
@@ -264,7 +264,7 @@ class WorkerRuntime:
         self.tables.shift(seq_lens, query_starts, step, computed + scheduled, slots)
 
     @property
-    def is_heard(self) -> bool:
+    def reports_errors(self) -> bool:
         """Whether the engine hears of an exception of this worker: it alone answers it."""
         return self.pipeline.is_last and self._ranks.rank == 0
 

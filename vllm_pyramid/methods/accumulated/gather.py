@@ -161,7 +161,7 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 )
             except Exception as error:
                 names = [step.requests[row].request_id]
-                step.failures.blame(names, f"the scorer {self.scorer.kind!r}", error)
+                step.failures.add_error(names, f"the scorer {self.scorer.kind!r}", error)
                 continue
             places = view.start + view.places
             blocks = view.block_row[places // block_size].long()

@@ -57,7 +57,7 @@ def pass_on(
     The scheduler does not hear of a failure there. With these queries the pages of the layers above
     have NaN for scores, too.
     """
-    if not failures.is_heard_in_evictions:
+    if not failures.reports_evictions:
         return
     own = query[part] if choosing.tokens is None else query[choosing.tokens[part]]
     own = own.masked_fill(wrong[:, None, None], torch.nan)

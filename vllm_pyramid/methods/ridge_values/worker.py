@@ -65,7 +65,7 @@ class RidgeHooks(CacheHooks, EvictionHooks):
                 parts = _in_parts(batch.scorer_inputs(row))
                 self._outputs[row] = torch.cat([window_outputs(part) for part in parts])
             except Exception as error:
-                _blame(batch, row, error)
+                _add_error(batch, row, error)
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
         """Write the changed values of the kept tokens, which are the last ones of their tables."""
@@ -74,7 +74,7 @@ class RidgeHooks(CacheHooks, EvictionHooks):
             try:
                 self._write(batch, row, of_row)
             except Exception as error:
-                _blame(batch, row, error)
+                _add_error(batch, row, error)
 
     def _write(self, batch: EvictionBatch, row: int, outputs: torch.Tensor) -> None:
         end, keep = int(batch.host_lens[row]), int(batch.host_keeps[row])
@@ -97,9 +97,9 @@ class RidgeHooks(CacheHooks, EvictionHooks):
             first = heads.stop
 
 
-def _blame(batch: EvictionBatch, row: int, error: Exception) -> None:
+def _add_error(batch: EvictionBatch, row: int, error: Exception) -> None:
     names = batch.request_ids[row : row + 1]
-    batch.evictions.failures.blame(names, "values: ridge", error)
+    batch.evictions.failures.add_error(names, "values: ridge", error)
 
 
 def _floats_per_key(head_size: int, group: int, window: int) -> int:
