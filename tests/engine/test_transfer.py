@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed import nixl_utils
 
 from tests.engine.support import (
     Engine,
@@ -174,13 +175,20 @@ def test_the_decoding_engine_never_holds_the_prompt(
     assert len(found.token_ids) == 16
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_over_tcp(start: Callable[..., Engine], asynchronous: bool) -> None:
+@pytest.mark.parametrize(
+    ("asynchronous", "nixl"), [(False, False), (True, False), (True, True)], ids=str
+)
+def test_over_tcp(start: Callable[..., Engine], asynchronous: bool, nixl: bool) -> None:
+    """Or by NIXL, where the package is installed."""
+    if nixl and not nixl_utils.is_nixl_available():
+        pytest.skip("the package nixl is not installed")
     address = "127.0.0.1:17731"
     engine = start(
         "pyramidkv",
         async_scheduling=asynchronous,
-        kv_transfer_config=connector(Path(), listen=address, peers=[address]),
+        kv_transfer_config=connector(
+            Path(), listen=address, peers=[address], nixl=nixl, limit_gib=0.25
+        ),
     )
     prompts = random_prompts(LENGTHS, seed=8)
     expected = engine.generate(prompts, greedy(ANSWER))

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed import nixl_utils
 
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
 from vllm_pyramid.transfer.settings import TransferSettings
@@ -49,12 +51,78 @@ def make(role: str = "kv_both", place: int = 0, **extra: Any) -> Transport:
     return make_transport(TransferSettings.of(config), place)
 
 
-@pytest.fixture(params=["folder", "tcp"])
+class Agent:
+    """Stands in for NIXL's: reads what is registered, in this process."""
+
+    registered: ClassVar[set[tuple[str, int, int]]] = set()
+    ends_as: ClassVar[str] = "DONE"
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.name, self.handles = name, 0
+
+    def register_memory(self, ranges: Any, kind: str) -> Any:
+        ((address, size, device, _),) = ranges
+        assert (kind, device) == ("DRAM", 0)
+        self.registered.add((self.name, address, size))
+        return address, size
+
+    def deregister_memory(self, found: Any) -> None:
+        self.registered.remove((self.name, *found))
+
+    def get_agent_metadata(self) -> bytes:
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def get_xfer_descs(self, ranges: Any, kind: str) -> Any:
+        return ranges[0]
+
+    def initialize_xfer(self, verb: str, mine: Any, theirs: Any, remote: str) -> Any:
+        assert verb == "READ" and mine[1] == theirs[1]
+        for name, (address, size, _) in ((self.name, mine), (remote, theirs)):
+            if not any(
+                of == name and start <= address and address + size <= start + length
+                for of, start, length in self.registered
+            ):
+                raise RuntimeError("NIXL_ERR_NOT_FOUND")
+        self.handles += 1
+        return mine, theirs
+
+    def transfer(self, handle: Any) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        (target, size, _), (source, _, _) = handle
+        if self.ends_as == "DONE":
+            ctypes.memmove(target, source, size)
+        return self.ends_as
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        self.handles -= 1
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> type[Agent]:
+    monkeypatch.setattr(Agent, "registered", set())
+    monkeypatch.setattr(Agent, "ends_as", "DONE")
+    monkeypatch.setattr(nixl_utils, "is_nixl_available", lambda: True)
+    monkeypatch.setattr(nixl_utils, "NixlWrapper", Agent, raising=False)
+    monkeypatch.setattr(nixl_utils, "nixl_agent_config", lambda **_: None, raising=False)
+    return Agent
+
+
+@pytest.fixture(params=["folder", "tcp", "nixl", "nixl itself"])
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[..., tuple[Transport, Transport, str]]]:
     """`pair(**settings)`: a sender of parts of rank 0, a fetcher, and the sender's name."""
     made: list[Transport] = []
+    nixl = request.param.startswith("nixl")
+    if request.param == "nixl":
+        request.getfixturevalue("agents")
+    elif nixl and not nixl_utils.is_nixl_available():
+        pytest.skip("the package nixl is not installed")
 
     def get(**own: Any) -> tuple[Transport, Transport, str]:
         if request.param == "folder":
@@ -63,8 +131,9 @@ def pair(
             made.extend(found)
             return *found, ""
         name = f"127.0.0.1:{free_ports(2)}"
+        own = {"nixl": nixl, "limit_gib": 2**-10, **own}
         sender = make("kv_producer", 1, listen=name, **own)
-        fetcher = make("kv_consumer", peers=[name], **own)
+        fetcher = make("kv_consumer", int(nixl), peers=[name], **own)
         made.extend((sender, fetcher))
         return sender, fetcher, name
 
@@ -110,7 +179,7 @@ def test_what_nobody_fetches_is_dropped(pair: Any) -> None:
 def test_there_is_a_limit(pair: Any) -> None:
     sender, fetcher, name = pair(limit_gib=150_000 / 2**30)
     sender.put(PART, PIECES)
-    with pytest.raises(OSError, match="of 150000 at most"):
+    with pytest.raises(OSError, match=r"of (the )?150000( bytes)? at most"):
         sender.put(f"{STATE}.1", PIECES)
     fetcher.drop(PART, name)
     until(lambda: fetcher.get(PART, name, 1 << 20) is None)
@@ -242,3 +311,73 @@ def test_a_port_that_is_taken_is_named(server: tuple[Transport, int]) -> None:
     _, port = server
     with pytest.raises(OSError, match=str(port)):
         make("kv_producer", listen=f"127.0.0.1:{port}")
+
+
+# NIXL -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nixl_pair(agents: type[Agent]) -> Iterator[tuple[Transport, Transport, str]]:
+    """A sender of parts with room for three, and a fetcher, over stand-ins."""
+    name = f"127.0.0.1:{free_ports(2)}"
+    room = 3 * len(CONTENT) / 2**30
+    sender = make("kv_producer", 1, listen=name, nixl=True, limit_gib=room)
+    fetcher = make("kv_consumer", 1, peers=[name], nixl=True, wait_s=0.2)
+    yield sender, fetcher, name
+    sender.close()
+    fetcher.close()
+
+
+def test_ranges_of_memory_are_used_again(nixl_pair: Any) -> None:
+    """What is dropped in the middle makes room for another part, and nothing else moves."""
+    sender, fetcher, name = nixl_pair
+    parts = [f"{STATE[:-1]}{number}.0" for number in range(4)]
+    for number, part in enumerate(parts[:3]):
+        sender.put(part, [memoryview(bytes([number]) * len(CONTENT))])
+    with pytest.raises(OSError, match="at most"):
+        sender.put(parts[3], PIECES)
+    fetcher.drop(parts[1], name)
+    until(lambda: fetcher.get(parts[1], name, 1 << 20) is None)
+    sender.put(parts[3], PIECES)
+    found = [bytes(fetcher.get(part, name, 1 << 20)) for part in (parts[0], parts[2], parts[3])]
+    assert found == [bytes(len(CONTENT)), bytes([2]) * len(CONTENT), CONTENT]
+
+
+@pytest.mark.parametrize(
+    ("ends_as", "says"), [("ERR", "ended as ERR"), ("PROC", "read nothing in 0.2 s")]
+)
+def test_a_transfer_that_fails(
+    nixl_pair: Any, monkeypatch: pytest.MonkeyPatch, ends_as: str, says: str
+) -> None:
+    """No memory stays registered, and no transfer under way."""
+    sender, fetcher, name = nixl_pair
+    sender.put(PART, PIECES)
+    before = set(Agent.registered)
+    monkeypatch.setattr(Agent, "ends_as", ends_as)
+    with pytest.raises(OSError, match=says):
+        fetcher.get(PART, name, 1 << 20)
+    assert Agent.registered == before and fetcher._agent.handles == 0
+
+
+def test_an_agent_that_knows_no_such_memory(nixl_pair: Any) -> None:
+    sender, fetcher, name = nixl_pair
+    sender.put(PART, PIECES)
+    sender._agent.deregister_memory((sender._memory.data.ctypes.data, 3 * len(CONTENT)))
+    with pytest.raises(OSError, match="could not read"):
+        fetcher.get(PART, name, 1 << 20)
+
+
+@pytest.mark.parametrize("told", [b"", b"{}", b"[1]", b'{"agent": "", "address": 0, "bytes": 1}'])
+def test_an_engine_that_does_not_say_where(nixl_pair: Any, told: bytes) -> None:
+    sender, fetcher, name = nixl_pair
+    sender.serve(PART, [memoryview(told)], 0, lambda: None)
+    with pytest.raises(DamagedFileError, match="does not say where"):
+        fetcher.get(PART, name, 1 << 20)
+
+
+def test_without_nixl_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_utils, "is_nixl_available", lambda: False)
+    with pytest.raises(ValueError, match=r"install vllm-pyramid\[nixl\]"):
+        make("kv_consumer", 1, peers=["127.0.0.1:1"], nixl=True)
+    with pytest.raises(ValueError, match="needs addresses, no folder"):
+        make(folder="/tmp/x", nixl=True)

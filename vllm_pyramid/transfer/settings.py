@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 NAME = "PyramidConnector"
-_KEYS = ("folder", "listen", "peers", "ttl_s", "wait_s", "limit_gib")
+_KEYS = ("folder", "listen", "peers", "nixl", "ttl_s", "wait_s", "limit_gib")
 _WHERE = f"kv_connector_extra_config of {NAME}"
 
 
@@ -51,6 +51,7 @@ class TransferSettings:
         listen: where this engine serves its states; None if it sends none over TCP.
         name: this engine's in tickets: the text of `listen`; empty without.
         peers: from which engines it fetches, by the text of their `listen`.
+        nixl: whether parts are read by NIXL, where other engines say over TCP where they are.
         ttl_s: seconds after which a state that no engine has fetched is dropped.
         wait_s: seconds for which a decoding engine waits for a state's blocks.
         limit_bytes: of the states of one worker that are not fetched yet, at most.
@@ -61,6 +62,7 @@ class TransferSettings:
     listen: Address | None
     name: str
     peers: Mapping[str, Address]
+    nixl: bool
     ttl_s: float
     wait_s: float
     limit_bytes: int
@@ -85,6 +87,10 @@ class TransferSettings:
             raise ValueError(f"{_WHERE}: peers must be a list of HOST:PORT, not {peers!r}")
         if folder is not None and (listen is not None or peers):
             raise ValueError(f"{_WHERE} has folder and an address: leave one of them out")
+        if not isinstance(nixl := given.get("nixl", False), bool) or (nixl and folder is not None):
+            raise ValueError(
+                f"{_WHERE}: nixl must be true or false, and needs addresses, no folder"
+            )
         if folder is None and sends and listen is None:
             raise ValueError(
                 f"{_WHERE}: an engine that sends states ({config.kv_role}) needs folder or listen"
@@ -98,6 +104,7 @@ class TransferSettings:
             None if listen is None else Address.parse(listen, "listen"),
             listen or "",
             {peer: Address.parse(peer, "a peer") for peer in peers},
+            nixl,
             _positive(given, "ttl_s", 120.0),
             _positive(given, "wait_s", 10.0),
             int(_positive(given, "limit_gib", 4.0) * 2**30),

@@ -15,11 +15,11 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import ENOSPC
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
 from vllm_pyramid.transfer.settings import Address, TransferSettings
@@ -31,18 +31,37 @@ _CONNECT_S, _IDLE_S = 3.0, 30.0
 _MOST_CONNECTIONS = 64
 
 
+class _Served(NamedTuple):
+    """What is served under a name.
+
+    Attributes:
+        end: when it is dropped. num_bytes: how much it counts for the limit.
+        release: called when it has been dropped.
+    """
+
+    end: float
+    pieces: Sequence[memoryview]
+    num_bytes: int
+    release: Callable[[], None]
+
+
+def is_head(name: str) -> bool:
+    """Return whether a name is that of a state's head, not of a rank's part."""
+    return name.endswith(".head")
+
+
 class _Server(socketserver.ThreadingTCPServer):
     """Serves what is in a dictionary, and drops what nobody fetches.
 
     Attributes:
-        states: pieces by name, each with the time at which it is dropped.
+        states: by name.
     """
 
     allow_reuse_address, daemon_threads, block_on_close = True, True, False
 
     def __init__(self, address: Address) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self.states: dict[str, tuple[float, Sequence[memoryview]]] = {}
+        self.states: dict[str, _Served] = {}
         self.lock = threading.Lock()
         self._open = threading.Semaphore(_MOST_CONNECTIONS)
         try:
@@ -70,8 +89,13 @@ class _Server(socketserver.ThreadingTCPServer):
         """Drop states whose time is over; called every half second."""
         now = time.monotonic()
         with self.lock:
-            for name in [name for name, (end, _) in self.states.items() if end < now]:
-                del self.states[name]
+            for name in [name for name, served in self.states.items() if served.end < now]:
+                self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Serve something no more, if it is there. The caller has the lock."""
+        if (served := self.states.pop(name, None)) is not None:
+            served.release()
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -85,14 +109,14 @@ class _Handler(socketserver.StreamRequestHandler):
         name = found[2].decode()
         with self.server.lock:
             if found[1] == b"DROP":
-                self.server.states.pop(name, None)
+                self.server.drop(name)
                 return
-            _, pieces = self.server.states.get(name, (0.0, None))
-        if pieces is None:
+            served = self.server.states.get(name)
+        if served is None:
             self.request.sendall(_LENGTH.pack(_NOTHING))
             return
-        self.request.sendall(_LENGTH.pack(sum(piece.nbytes for piece in pieces)))
-        for piece in pieces:
+        self.request.sendall(_LENGTH.pack(sum(piece.nbytes for piece in served.pieces)))
+        for piece in served.pieces:
             self.request.sendall(piece)
 
 
@@ -116,13 +140,29 @@ class TcpTransport:
             threading.Thread(target=serve, daemon=True, name="kv-states").start()
 
     def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        self.serve(name, pieces, sum(piece.nbytes for piece in pieces), lambda: None)
+
+    def serve(
+        self,
+        name: str,
+        pieces: Sequence[memoryview],
+        num_bytes: int,
+        release: Callable[[], None],
+    ) -> None:
+        """Serve pieces until they are dropped; see `_Served`.
+
+        Raises:
+            OSError: there is no room for them.
+        """
         assert self._server is not None, "it sends nothing"
         with self._server.lock:
             states = self._server.states
-            used = sum(piece.nbytes for _, held in states.values() for piece in held)
-            if used + sum(piece.nbytes for piece in pieces) > self._limit:
+            used = sum(served.num_bytes for served in states.values())
+            if used + num_bytes > self._limit:
                 raise OSError(ENOSPC, f"states of {used} bytes wait, of {self._limit} at most")
-            states[name] = time.monotonic() + self._ttl_s, pieces
+            self._server.drop(name)
+            end = time.monotonic() + self._ttl_s
+            states[name] = _Served(end, pieces, num_bytes, release)
 
     def get(self, name: str, peer: str, largest: int) -> memoryview | None:
         with self._ask("GET", name, peer) as connection:

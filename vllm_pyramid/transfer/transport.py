@@ -47,7 +47,12 @@ def make_transport(settings: TransferSettings, place: int) -> Transport:
 
     Raises:
         OSError: the folder cannot be made, or the port is taken.
+        ValueError: NIXL is asked for and not installed.
     """
     if settings.folder is not None:
         return FolderTransport(settings.folder, settings.ttl_s, settings.limit_bytes)
+    if settings.nixl:
+        from vllm_pyramid.transfer.nixl import NixlTransport
+
+        return NixlTransport(settings, place)
     return TcpTransport(settings, place)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States over NIXL: vLLM's agent for RDMA and its like, in place of TCP.
+
+The engine that prefills copies the parts of its states into memory that its agent has registered.
+Over TCP it says where a part is; the agent of the decoding engine reads it there. Heads are small
+and travel over TCP.
+
+    GET NAME of a part     {"agent": base64, "address": ..., "bytes": ...}, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from errno import EIO, ENOSPC, ETIMEDOUT
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.distributed import nixl_utils
+
+from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
+from vllm_pyramid.transfer.settings import TransferSettings
+from vllm_pyramid.transfer.tcp import TcpTransport, is_head
+
+_LARGEST_PLACE = 1 << 16
+_POLL_S = 0.0005
+
+
+class _Place(NamedTuple):
+    """Where a part is.
+
+    Attributes:
+        agent: metadata of the agent that has it. address: in that agent's process.
+    """
+
+    agent: bytes
+    address: int
+    num_bytes: int
+
+    def pack(self) -> memoryview:
+        agent = b64encode(self.agent).decode()
+        told = {"agent": agent, "address": self.address, "bytes": self.num_bytes}
+        return memoryview(json.dumps(told).encode())
+
+    @classmethod
+    def parse(cls, data: memoryview) -> _Place:
+        """Raise DamagedFileError for anything but what `pack` returns."""
+        try:
+            told = json.loads(bytes(data))
+            place = cls(b64decode(told["agent"]), told["address"], told["bytes"])
+        except (ValueError, TypeError, KeyError):
+            raise DamagedFileError("it does not say where it is") from None
+        if not all(type(one) is int and one > 0 for one in place[1:]):
+            raise DamagedFileError("it does not say where it is")
+        return place
+
+
+class _SharedMemory:
+    """Memory that agents of other engines may read, given out in ranges."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = np.empty(num_bytes, np.uint8)
+        self._ends: dict[int, int] = {}  # of the ranges in use, by their starts
+        self._lock = Lock()
+
+    def take(self, num_bytes: int) -> int:
+        """Return the start of a free range.
+
+        Raises:
+            OSError: there is none.
+        """
+        start = 0
+        with self._lock:
+            for first, end in sorted(self._ends.items()):
+                if first - start >= num_bytes:
+                    break
+                start = end
+            if start + num_bytes > len(self.data):
+                raise OSError(
+                    ENOSPC, f"states wait in too much of the {len(self.data)} bytes at most"
+                )
+            self._ends[start] = start + num_bytes
+        return start
+
+    def free(self, start: int) -> None:
+        with self._lock:
+            del self._ends[start]
+
+
+class NixlTransport(TcpTransport):
+    """A `Transport` that reads parts with a NIXL agent.
+
+    Args:
+        place: see `make_transport`.
+
+    Raises:
+        ValueError: NIXL is not installed. OSError: the port is taken.
+    """
+
+    def __init__(self, settings: TransferSettings, place: int) -> None:
+        self._lock = Lock()  # of the agent, which threads share
+        self._agent: Any = None
+        self._known: dict[bytes, str] = {}  # names of other agents, by their metadata
+        self._memory: _SharedMemory | None = None
+        if place:  # a scheduler has heads alone
+            self._agent = _new_agent()
+            if settings.sends:
+                self._memory = _SharedMemory(settings.limit_bytes)
+                self._agent.register_memory(_whole(self._memory.data, ("",)), "DRAM")
+                self._metadata: bytes = self._agent.get_agent_metadata()
+                self._known[self._metadata] = self._agent.name  # an engine may be its own peer
+        super().__init__(settings, place)
+
+    def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        if is_head(name):
+            super().put(name, pieces)
+            return
+        assert self._memory is not None, "it sends nothing"
+        memory, num_bytes = self._memory, sum(piece.nbytes for piece in pieces)
+        start = at = memory.take(num_bytes)
+        for piece in pieces:
+            memory.data[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
+            at += piece.nbytes
+        place = _Place(self._metadata, memory.data.ctypes.data + start, num_bytes)
+        self.serve(name, [place.pack()], 0, lambda: memory.free(start))
+
+    def get(self, name: str, peer: str, largest: int) -> memoryview | None:
+        if is_head(name):
+            return super().get(name, peer, largest)
+        told = super().get(name, peer, _LARGEST_PLACE)
+        if told is None:
+            return None
+        place = _Place.parse(told)
+        if place.num_bytes > largest:
+            raise DamagedFileError("it is too large")
+        data = np.empty(place.num_bytes, np.uint8)
+        try:
+            self._read(place, data)
+        except OSError:
+            raise
+        except Exception as error:  # the agent's own kinds
+            raise OSError(EIO, f"NIXL could not read {name} of {peer}: {error!r}") from error
+        return data.data
+
+    def _read(self, place: _Place, data: np.ndarray) -> None:
+        """Fill `data` with what is at a place of another process."""
+        agent = self._agent
+        with self._lock:
+            if (remote := self._known.get(place.agent)) is None:
+                remote = self._known[place.agent] = agent.add_remote_agent(place.agent)
+            registered = agent.register_memory(_whole(data, ("",)), "DRAM")
+        handle = None
+        try:
+            with self._lock:
+                mine = agent.get_xfer_descs(_whole(data), "DRAM")
+                theirs = agent.get_xfer_descs([(place.address, place.num_bytes, 0)], "DRAM")
+                handle = agent.initialize_xfer("READ", mine, theirs, remote)
+                state = agent.transfer(handle)
+            self._wait(state, lambda: agent.check_xfer_state(handle))
+        finally:
+            with self._lock:
+                if handle is not None:
+                    with suppress(Exception):  # it is still under way: the agent ends it later
+                        agent.release_xfer_handle(handle)
+                agent.deregister_memory(registered)
+
+    def _wait(self, state: str, ask: Callable[[], str]) -> None:
+        """Wait until a transfer is done.
+
+        Raises:
+            OSError: it failed, or did not end in time.
+        """
+        end = time.monotonic() + self._wait_s
+        while state == "PROC":
+            if time.monotonic() > end:
+                raise OSError(ETIMEDOUT, f"NIXL read nothing in {self._wait_s:g} s")
+            time.sleep(_POLL_S)
+            with self._lock:
+                state = ask()
+        if state != "DONE":
+            raise OSError(EIO, f"NIXL's transfer ended as {state}")
+
+
+def _new_agent() -> Any:
+    """Make an agent on UCX, under a name that no other has.
+
+    Raises:
+        ValueError: NIXL is not installed.
+    """
+    if not nixl_utils.is_nixl_available():
+        raise ValueError(
+            "kv_connector_extra_config of PyramidConnector: nixl needs the package nixl: install "
+            "vllm-pyramid[nixl], or leave the key out"
+        )
+    config = nixl_utils.nixl_agent_config(backends=["UCX"])
+    return nixl_utils.NixlWrapper(f"pyramid-{secrets.token_hex(8)}", config)
+
+
+def _whole(data: np.ndarray, more: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the agent's description of an array: address, bytes, device, and a label."""
+    return [(data.ctypes.data, data.nbytes, 0, *more)]
