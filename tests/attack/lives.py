@@ -119,7 +119,7 @@ def live(life: Life, done: Done | None = None) -> None:
     kind.seen.clear()
     kind.done.clear()
     machine = kind()
-    machine.start(life.spare, life.worker_seed)
+    machine.start(life.spare, life.worker_seed, events=life.worker_seed % 2 == 1)
     for rule, arguments in life.operations:
         if rule == "interfere":
             if not machine.scheduler.requests:

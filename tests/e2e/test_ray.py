@@ -96,7 +96,7 @@ def test_metrics_and_log(server: Server, one_device: Answers) -> None:
         report["evicted_tokens"] for report in reports
     )
     log = server.log.read_text()
-    assert "threads: Ray starts the workers" in log
+    assert "each worker of Ray has OMP_NUM_THREADS" in log
     assert "VLLM_CPU_OMP_THREADS_BIND" not in log
 
 

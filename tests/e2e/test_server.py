@@ -458,4 +458,4 @@ def test_prompts_longer_than_the_cache(random_model: Path, tmp_path: Path) -> No
         whole = _complete(client, model.id, prompt=prompt[:600], **_xargs(kv_policy="full"))
         assert whole.kv_transfer_params["inner_evictions"] == 0
         text = server.log.read_text()
-    assert "it evicts inside prompts, every 256 tokens" in text
+    assert "evicts inside prompts, every 256 tokens" in text
