@@ -26,7 +26,7 @@ from tests.engine.support import (
 from vllm_pyramid.kv_cache.bundle_file import FORMAT
 from vllm_pyramid.transfer import reasons
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 LENGTHS = (100, 160, 333, 512, 20)
 ANSWER = 20
@@ -388,7 +388,9 @@ def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engin
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_anything_in_any_order(
     start: Callable[..., Engine], folder: Path, seed: int, asynchronous: bool
 ) -> None:

@@ -107,7 +107,9 @@ class Processor:
     """vLLM's `InputProcessor` as far as the checks of requests look into it."""
 
     def __init__(self, settings: ServedSettings) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={SERVED_KEY: settings.as_data()})
+        self.vllm_config = SimpleNamespace(
+            additional_config={SERVED_KEY: settings.as_data()}, kv_transfer_config=None
+        )
         self.model_config = SimpleNamespace(is_mm_prefix_lm=True)
 
 

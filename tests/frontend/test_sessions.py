@@ -183,7 +183,9 @@ class Front:
 
     def __init__(self, parallel: dict[str, Any] | None = None, **settings: Any) -> None:
         own = served(**settings)
-        config = SimpleNamespace(additional_config={SERVED_KEY: own.as_data()})
+        config = SimpleNamespace(
+            additional_config={SERVED_KEY: own.as_data()}, kv_transfer_config=None
+        )
         text = SimpleNamespace(num_kv_shared_layers=1)  # how many layers evict is not known here
         config.model_config = SimpleNamespace(hf_text_config=text)
         if parallel is not None:

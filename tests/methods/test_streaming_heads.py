@@ -244,7 +244,7 @@ def test_a_lane_keeps_everything_if_a_head_of_some_rank_does(
     assert served.heads.keeps_everything(12 // ranks).tolist() == [bool(one) for one in expected]
     plan = plan_of(served, 1000, 12 // ranks, 64)
     assert ((plan.end.keep == 1000) == np.array(expected, bool)).all()
-    logged = "33 % of the KV heads stream, of 58 % in the mask" in caplog.text
+    logged = "33 % of the KV heads stream instead of the mask's 58 %" in caplog.text
     assert logged == (ranks == 2)
     query_heads = streaming(mask=np.repeat(WIDE, 2, axis=1).tolist(), share=5 / 12)
     same = query_heads.heads.on_ranks(query_heads, ranks, 4)

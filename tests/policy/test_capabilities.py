@@ -153,7 +153,8 @@ class Picky(AccumulatingScorer):
 
 def test_a_class_adds_to_what_its_base_classes_say() -> None:
     found = unsupported_by(Picky())
-    expected = {F.LORA, F.PREFIX_CACHING, F.HOST_CACHE, F.KV_EVENTS, F.KV_TURNS, F.DRAFTS}
+    found_by = {F.PREFIX_CACHING, F.HOST_CACHE, F.KV_EVENTS, F.KV_TURNS, F.HANDOVER}
+    expected = {F.LORA, F.DRAFTS, *found_by}
     assert found.keys() == expected
     assert found[F.PREFIX_CACHING] == found[F.KV_TURNS] == "it remembers"
     rows = {row.features: row for row in refusals(found, "scorer: test:Picky")}

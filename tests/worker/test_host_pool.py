@@ -222,7 +222,7 @@ def test_memory_that_is_too_small_or_of_another_layout() -> None:
         HostPool(LAYERS * size - 1, of, HostMemory)
     pool = HostPool(LAYERS * size, of, HostMemory)
     apart = [torch.zeros(BLOCKS * size, dtype=torch.uint8).view(BLOCKS, -1) for _ in of]
-    with pytest.raises(RuntimeError, match="--kv-host-cache out"):
+    with pytest.raises(RuntimeError, match="--kv-host-cache copies blocks"):
         pool.bind(apart, BLOCKS)
     values_behind = torch.zeros(2, BLOCKS, size // 2, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="None: in several places"):

@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
@@ -84,6 +84,12 @@ def is_ours(connector: Any) -> bool:
     return getattr(connector, "kv_connector", None) == NAME
 
 
+def _connector(args: EngineArgs) -> Any:
+    """Return what vLLM makes of `--kv-transfer-config`, which Python may give as a dictionary."""
+    given: Any = args.kv_transfer_config
+    return KVTransferConfig(**given) if isinstance(given, dict) else given
+
+
 def _other_connector(connector: Any) -> str | None:
     """Return the name of a KV connector that is not ours."""
     if connector is None or (is_ours(connector) and not connector.kv_connector_module_path):
@@ -111,8 +117,8 @@ _OF_ARGS: dict[Feature, Callable[[EngineArgs], object]] = {
     Feature.SEVERAL_HOSTS: lambda args: (
         args.nnodes > 1 or args.distributed_executor_backend == "ray"
     ),
-    Feature.KV_CONNECTOR: lambda args: _other_connector(args.kv_transfer_config),
-    Feature.HANDOVER: lambda args: is_ours(args.kv_transfer_config),
+    Feature.KV_CONNECTOR: lambda args: _other_connector(_connector(args)),
+    Feature.HANDOVER: lambda args: is_ours(_connector(args)),
     Feature.KV_OFFLOADING: lambda args: bool(args.kv_offloading_size),
     Feature.PREFIX_CACHING: lambda args: bool(args.enable_prefix_caching),
     Feature.NO_PREFIX_CACHING: lambda args: args.enable_prefix_caching is False,
