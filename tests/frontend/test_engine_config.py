@@ -156,7 +156,7 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
          r"\(MultiConnector\): another.*use PyramidConnector"),
         ("pyramidkv", "cpu", {"kv_transfer_config": handover(module="somebody.elses")},
          "another KV connector"),
-        ("pyramidkv", "cpu", {**HANDOVER, **STAGES}, "pipeline-parallel-size: each stage"),
+        ("pyramidkv", "cpu", {**HANDOVER, **STAGES}, "pipeline-parallel-size: blocks of several"),
         ("pyramidkv", "cpu", {**HANDOVER, **REPLICAS}, "start a server for each replica"),
         ("pyramidkv", "cpu", {**HANDOVER, "speculative_config": drafts("ngram")}, "not tried with"),
         *(

@@ -88,7 +88,7 @@ HOST = {"values": "host"}
         ("sparse-prefill", {}, {F.KV_EVENTS}, "which no router knows"),
         ("adakv", {}, {F.KV_EVENTS}, "the lengths of its heads follow from a prompt's"),
         ("snapkv", SPARSE, {F.KV_TURNS}, "where a turn ended inside a tile"),
-        ("duoattention", {}, {F.KV_TURNS}, "a length of its own are not saved"),
+        ("duoattention", {}, {F.KV_TURNS}, "whose KV heads differ in length are not saved"),
         ("duoattention", {}, {F.KV_KEEP}, "does not grow with the spans"),
         ("duoattention", {}, {F.HOST_CACHE}, "a block of each layer"),
         ("duoattention", {}, {F.OTHER_LAYERS}, "every layer has full attention"),

@@ -22,9 +22,9 @@ _REFUSED: Unsupported = {
         "another KV connector would move blocks that hold other tokens than their positions say",
         "use PyramidConnector",
     ),
-    (Feature.HANDOVER, Feature.PIPELINE): "each stage has a block pool of its own",
+    (Feature.HANDOVER, Feature.PIPELINE): "blocks of several pipeline stages are not handed over",
     (Feature.HANDOVER, Feature.DATA_PARALLEL): (
-        "each replica would need an address of its own",
+        "replicas would serve their states at the same address",
         "start a server for each replica",
     ),
     (Feature.HANDOVER, Feature.SEVERAL_HOSTS): "workers serve states at the address of one host",

@@ -145,7 +145,7 @@ class SplitHeads(HeadLengths):
     def unsupported(self) -> Unsupported:
         return {
             Feature.KV_TURNS: (
-                "states of which each KV head has a length of its own are not saved yet"
+                "states whose KV heads differ in length are not saved yet"
             )
         }
 
