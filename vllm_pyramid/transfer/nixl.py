@@ -14,8 +14,7 @@ import json
 import secrets
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from errno import EIO, ENOSPC, ETIMEDOUT
 from threading import Lock
 from typing import Any, NamedTuple
@@ -58,6 +57,18 @@ class _Place(NamedTuple):
         if not all(type(one) is int and one > 0 for one in place[1:]):
             raise DamagedFileError("it does not say where it is")
         return place
+
+
+class _Read(NamedTuple):
+    """A part that the agent reads.
+
+    Attributes:
+        handle: the agent's. registered: the agent's word for `data`, which it writes to.
+    """
+
+    handle: Any
+    registered: Any
+    data: np.ndarray
 
 
 class _SharedMemory:
@@ -106,6 +117,8 @@ class NixlTransport(TcpTransport):
         self._lock = Lock()  # of the agent, which threads share
         self._agent: Any = None
         self._known: dict[bytes, str] = {}  # names of other agents, by their metadata
+        # Reads that did not end in time. The agent may still write: their memory stays.
+        self._late: list[_Read] = []
         self._memory: _SharedMemory | None = None
         if place:  # a scheduler has heads alone
             self._agent = _new_agent()
@@ -151,39 +164,42 @@ class NixlTransport(TcpTransport):
         """Fill `data` with what is at a place of another process."""
         agent = self._agent
         with self._lock:
+            self._late = [read for read in self._late if not self._ended(read)]
             if (remote := self._known.get(place.agent)) is None:
                 remote = self._known[place.agent] = agent.add_remote_agent(place.agent)
             registered = agent.register_memory(_whole(data, ("",)), "DRAM")
-        handle = None
         try:
             with self._lock:
                 mine = agent.get_xfer_descs(_whole(data), "DRAM")
                 theirs = agent.get_xfer_descs([(place.address, place.num_bytes, 0)], "DRAM")
                 handle = agent.initialize_xfer("READ", mine, theirs, remote)
-                state = agent.transfer(handle)
-            self._wait(state, lambda: agent.check_xfer_state(handle))
-        finally:
+                agent.transfer(handle)
+        except Exception:  # nothing is under way
             with self._lock:
-                if handle is not None:
-                    with suppress(Exception):  # it is still under way: the agent ends it later
-                        agent.release_xfer_handle(handle)
                 agent.deregister_memory(registered)
-
-    def _wait(self, state: str, ask: Callable[[], str]) -> None:
-        """Wait until a transfer is done.
-
-        Raises:
-            OSError: it failed, or did not end in time.
-        """
-        end = time.monotonic() + self._wait_s
-        while state == "PROC":
-            if time.monotonic() > end:
-                raise OSError(ETIMEDOUT, f"NIXL read nothing in {self._wait_s:g} s")
+            raise
+        read, end = _Read(handle, registered, data), time.monotonic() + self._wait_s
+        while not (ended := self._ends(read)) and time.monotonic() < end:
             time.sleep(_POLL_S)
+        if not ended:
             with self._lock:
-                state = ask()
-        if state != "DONE":
-            raise OSError(EIO, f"NIXL's transfer ended as {state}")
+                self._late.append(read)
+            raise OSError(ETIMEDOUT, f"NIXL read nothing in {self._wait_s:g} s")
+        if ended != "DONE":
+            raise OSError(EIO, f"NIXL's transfer ended as {ended}")
+
+    def _ends(self, read: _Read) -> str:
+        with self._lock:
+            return self._ended(read)
+
+    def _ended(self, read: _Read) -> str:
+        """Return how a read has ended, and let go of its memory; empty while it is under way."""
+        state: str = self._agent.check_xfer_state(read.handle)
+        if state == "PROC":
+            return ""
+        self._agent.release_xfer_handle(read.handle)
+        self._agent.deregister_memory(read.registered)
+        return state
 
 
 def _new_agent() -> Any:
