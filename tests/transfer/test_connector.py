@@ -75,7 +75,7 @@ def worker(transport: Any, seed: int, rank: int = 0) -> tuple[WorkerTransfers, t
     """A worker with random pages."""
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randint(0, 256, (BLOCKS, PAGE), dtype=torch.uint8, generator=generator)
-    found = WorkerTransfers(lambda: transport, rank, wait_s=0.2)
+    found = WorkerTransfers(transport, rank, wait_s=0.2)
     found.bind(pages)
     return found, pages
 

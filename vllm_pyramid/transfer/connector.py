@@ -24,7 +24,7 @@ from vllm_pyramid.transfer.incoming import IncomingStates
 from vllm_pyramid.transfer.orders import TransferOrders
 from vllm_pyramid.transfer.outgoing import OutgoingStates
 from vllm_pyramid.transfer.settings import NAME, TransferSettings
-from vllm_pyramid.transfer.transport import Transport, make_transport
+from vllm_pyramid.transfer.transport import make_transport
 from vllm_pyramid.transfer.workers import WorkerTransfers
 from vllm_pyramid.worker.host_pool import pages_of
 
@@ -75,7 +75,7 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         self._transport = make_transport(self._settings, place)
         if role == KVConnectorRole.WORKER:
             wait_s = self._settings.wait_s
-            self._of_worker = WorkerTransfers(lambda: self._transport, place - 1, wait_s)
+            self._of_worker = WorkerTransfers(self._transport, place - 1, wait_s)
 
     # In the scheduler -------------------------------------------------------------------------
 
@@ -85,19 +85,16 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(coordinator, LockstepCoordinator)
         config, settings = self._engine, self._settings
         namespace = namespace_of_engines(config, self._served, coordinator.layer_specs)
-        self._outgoing = OutgoingStates(coordinator, self._carrier, namespace, settings.name)
+        self._outgoing = OutgoingStates(coordinator, self._transport, namespace, settings.name)
         self._incoming = IncomingStates(
             coordinator,
             settings,
-            self._carrier,
+            self._transport,
             namespace,
             config.parallel_config.tensor_parallel_size,
             config.model_config.max_model_len,
         )
         coordinator.stores.put_first(self._incoming)
-
-    def _carrier(self) -> Transport:
-        return self._transport
 
     @cached_property
     def scheduler_hooks(self) -> list[SchedulerHooks]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,7 +91,7 @@ class IncomingStates(CacheStore[IncomingHit]):
         self,
         coordinator: LockstepCoordinator,
         settings: TransferSettings,
-        transport: Callable[[], Transport],
+        transport: Transport,
         namespace: str,
         ranks: int,
         max_model_len: int,
@@ -128,7 +128,7 @@ class IncomingStates(CacheStore[IncomingHit]):
             assert isinstance(plan, RetentionPlan) and request.prompt_token_ids is not None
             key = request_key(served, plan, request.prompt_token_ids)
             state = incoming.state = StateId(ticket.state, self._namespace, key)
-            get = self._transport().get
+            get = self._transport.get
             incoming.head = self._threads.submit(get, state.head_name, ticket.peer, LARGEST_HEAD)
 
     def matched(self, request_id: str) -> tuple[int | None, bool]:
@@ -262,5 +262,5 @@ class IncomingStates(CacheStore[IncomingHit]):
     def _drop(self, ticket: Ticket) -> None:
         """Let the other engine drop a state that no request needs."""
         names = [f"{ticket.state}.{part}" for part in ("head", *range(self._ranks))]
-        drop = self._transport().drop
+        drop = self._transport.drop
         self._threads.submit(lambda: [drop(name, ticket.peer) for name in names])

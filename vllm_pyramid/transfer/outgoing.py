@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -33,7 +32,7 @@ class OutgoingStates:
     def __init__(
         self,
         coordinator: LockstepCoordinator,
-        transport: Callable[[], Transport],
+        transport: Transport,
         namespace: str,
         peer: str,
     ) -> None:
@@ -66,7 +65,7 @@ class OutgoingStates:
         state = StateId(ticket.state, self._namespace, key)
         head = StateHead(plan.prompt_len, int(request.output_token_ids[0]))
         try:
-            self._transport().put(state.head_name, pack_head(state, head))
+            self._transport.put(state.head_name, pack_head(state, head))
         except OSError as error:
             self._log("head", "no ticket for request %s: %s", request.request_id, error)
             return False, None

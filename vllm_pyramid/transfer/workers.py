@@ -6,7 +6,7 @@ them. Threads do it beside the steps, which touch none of these blocks meanwhile
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
@@ -31,11 +31,11 @@ class WorkerTransfers:
     """The transfers of one worker.
 
     Args:
-        transport: makes the transport, when it is first needed. rank: of the worker.
+        transport: of the worker's process. rank: of the worker.
         wait_s: seconds for which it waits for the blocks of a state.
     """
 
-    def __init__(self, transport: Callable[[], Transport], rank: int, wait_s: float) -> None:
+    def __init__(self, transport: Transport, rank: int, wait_s: float) -> None:
         self._transport, self._rank, self._wait_s = transport, rank, wait_s
         self._log = LimitedLog(logger.error)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-blocks")
@@ -76,7 +76,7 @@ class WorkerTransfers:
                 content = pages.index_select(0, ids).cpu().numpy()
             state = order.state
             pieces = pack_part(state, self._rank, len(order.blocks), content)
-            self._transport().put(state.part_name(self._rank), pieces)
+            self._transport.put(state.part_name(self._rank), pieces)
         except Exception as error:  # its blocks are free either way; who waits for it gives up
             self._log("send", "the state of request %s is not sent: %r", order.request_id, error)
         with self._lock:
@@ -114,7 +114,7 @@ class WorkerTransfers:
         count, size = len(order.blocks), len(order.blocks) * page_bytes
         largest = file_bytes(state.begin(self._rank, count), size)
         while True:
-            data = self._transport().get(state.part_name(self._rank), order.peer, largest)
+            data = self._transport.get(state.part_name(self._rank), order.peer, largest)
             if data is not None:
                 return unpack_part(state, self._rank, count, size, data)
             if time.monotonic() > end:
@@ -126,7 +126,7 @@ class WorkerTransfers:
         if self._rank == 0:
             names = [order.state.head_name, *names]
         for name in names:
-            self._transport().drop(name, order.peer)
+            self._transport.drop(name, order.peer)
 
     def _chosen(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._pages is not None, "vLLM registers the caches before the first step"
