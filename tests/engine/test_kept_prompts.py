@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.engine.models import SHAPES, write_centres
 from tests.engine.support import (
@@ -21,6 +22,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from tests.scheduler.checks import check_pool
+from vllm_pyramid.methods.r_kv.recent_queries import RecentQueries
 
 pytestmark = pytest.mark.engine
 
@@ -129,6 +131,32 @@ def test_a_long_answer_is_bounded(engine: Engine) -> None:
     bound = -(-(len(prompt) + BUDGET + BLOCK - 1 + INTERVAL) // BLOCK) + 1
     assert len(found.token_ids) == 500 and (most <= bound).all(), (most, bound)
     assert found.report["evicted_tokens"] >= engine.num_layers * (500 - BUDGET - 2 * INTERVAL)
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("engine", ["r-kv"], indirect=True)
+def test_a_preempted_request_holds_no_slot_for_queries(engine: Engine) -> None:
+    """There are as many slots as requests run at once, and it may wait while all of these run."""
+    jobs = [Job(prompt, greedy(ANSWER)) for prompt in random_prompts([40, 70, 33, 50], seed=9)]
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    (queries,) = (
+        hooks for hooks in runner.pyramid.tracker.hooks.forget if isinstance(hooks, RecentQueries)
+    )
+    names: list[str] = []
+
+    def look(engine: Engine) -> None:
+        if names or len(queries._slots) < len(jobs):
+            return
+        names.extend(queries._slots)
+        assert not queries._free
+        step = SchedulerOutput.make_empty()
+        step.preempted_req_ids = {names[0]}
+        runner.pyramid.take_messages(step, runner.kv_caches, engine.pool.num_gpu_blocks)
+        assert list(queries._slots) == names[1:] and len(queries._free) == 1
+        engine.client.abort_request([job.name for job in jobs])
+
+    engine.run(jobs, look)
+    assert len(names) == len(jobs)
     engine.check_whole()
 
 

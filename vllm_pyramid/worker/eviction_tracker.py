@@ -101,8 +101,7 @@ class EvictionTracker:
             self.failures.add_error([request_id], what, error, peers_wait=True)
             served = for_request(self.policy, KEEP_EVERYTHING)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
-        # A prompt that stays has its spans.
-        keep = () if served.policy.schedule.keeps_prompts else served.keep
+        keep = served.keep if not served.policy.schedule.keeps_prompts else ()  # they stay with it
         self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan, keep)
         self._num_open += plan.is_deferred or plan.waits_for_orders
 
@@ -134,15 +133,16 @@ class EvictionTracker:
             self._num_open -= request.initial.is_deferred or request.initial.waits_for_orders
             self.failures.forget(request_id)
             self._ordered.pop(request_id, None)
-            for hooks in self.hooks.forget:
-                try:
-                    hooks.forget(request_id)
-                except Exception as error:  # the request has ended, and others know nothing of it
-                    self._log(
-                        hooks.label,
-                        "`forget` of %s failed for request %s, which has ended: %s: %s",
-                        *(hooks.label, request_id, type(error).__name__, error),
-                    )
+            self.lose(request_id)
+
+    def lose(self, request_id: str) -> None:
+        """Let methods forget a request, which has finished or was preempted."""
+        for hooks in self.hooks.forget:
+            try:
+                hooks.forget(request_id)
+            except Exception as error:  # the request has no blocks, and others know nothing of it
+                said = hooks.label, request_id, type(error).__name__, error
+                self._log(hooks.label, "`forget` of %s failed for request %s: %s: %s", *said)
 
     def needs_eager_step(self, request_ids: Sequence[str], computed: IntArray) -> bool:
         """Return whether the step that is about to begin must run without CUDA graphs.

@@ -231,6 +231,8 @@ class WorkerRuntime:
             self.tracker.remove(request_id)
             if self._trace is not None:
                 self._trace.forget(request_id)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.tracker.lose(request_id)
 
     def add_requests(self, requests: Sequence[NewRequestData]) -> None:
         """Make the plans of requests that have come, or that come again after a preemption."""

@@ -5,9 +5,8 @@
     a step's queries         kept, in place 0 .. W - 1   `after_attention`
     at p                     scored by, all W            `score`
 
-A request has a slot from the first of these queries to its eviction, the same in all layers. The
-slots are as many as requests run at once; preempted requests may hold some for longer, and then
-more are made.
+A request has a slot from the first of these queries to its eviction, the same in all layers. There
+are as many as requests run at once; a preempted request gives its own back.
 
 Shape legend: L layers, S slots or requests that evict, W queries, H query heads, D head size.
 """
@@ -105,10 +104,7 @@ class RecentQueries(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
 
     def _slot(self, name: str) -> int:
         if (slot := self._slots.get(name)) is None:
-            if not self._free:
-                count = self.queries.shape[1]
-                self.queries = torch.cat([self.queries, torch.zeros_like(self.queries)], dim=1)
-                self._free = list(range(count, 2 * count))
+            # There is one: requests that are preempted or have finished give theirs back.
             slot = self._slots[name] = self._free.pop()
         return slot
 

@@ -58,4 +58,4 @@ class StepHooks(WorkerHooks):
         return None
 
     def forget(self, request_id: str) -> None:
-        """Forget a request, which has finished or comes again with a new plan."""
+        """Forget a request, which has finished, was preempted, or comes again with a new plan."""
