@@ -193,8 +193,7 @@ class PolicyScheduler:
             if hooks.name in report.methods:
                 with self.failed.dropping(f"the report of {hooks.name!r} on a step"):
                     is_alive = self._engine.requests.__contains__
-                    # Levels are gone with a preemption.
-                    counts = self._is_current if hooks is self.pressure else is_alive
+                    counts = self._is_current if hooks.starts_anew else is_alive
                     hooks.on_step_report(report.methods[hooks.name], counts)
         for request_id, (kind, reason) in report.failures.items():
             if self._is_current(request_id):

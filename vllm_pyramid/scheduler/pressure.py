@@ -109,6 +109,7 @@ class Pressure(SchedulerHooks):
     """
 
     name = LEVELS
+    starts_anew = True
 
     def __init__(
         self, coordinator: LockstepCoordinator, *, steps_ahead: int, tokens_per_step: int

@@ -16,10 +16,12 @@ class SchedulerHooks:
     Attributes:
         name: of the worker's hooks whose reports come here.
         tells_of_others: what `on_request_finished` returns and depends on earlier requests.
+        starts_anew: whether a preemption makes void what was reported of a request.
     """
 
     name: str = ""
     tells_of_others: frozenset[str] = frozenset()
+    starts_anew: bool = False
 
     def on_request_added(
         self, request_id: str, salt: str, application: str, plan: Plan
@@ -40,7 +42,8 @@ class SchedulerHooks:
         """Take what the worker's hooks reported of a step (`StepHooks.end_step`).
 
         Args:
-            is_alive: whether a request has not finished; a report may name some that have.
+            is_alive: whether a request has not finished; a report may name some that have. With
+                `starts_anew`, whether it has not been preempted since the step, either.
         """
 
     def on_eviction(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
