@@ -81,6 +81,7 @@ def _other_backend(args: EngineArgs) -> str | None:
 
 
 def is_ours(connector: Any) -> bool:
+    """Return whether a `KVTransferConfig`, or None, names our connector."""
     return getattr(connector, "kv_connector", None) == NAME
 
 
