@@ -143,11 +143,7 @@ class SplitHeads(HeadLengths):
 
     @property
     def unsupported(self) -> Unsupported:
-        return {
-            Feature.KV_TURNS: (
-                "states whose KV heads differ in length are not saved yet"
-            )
-        }
+        return {Feature.KV_TURNS: ("states whose KV heads differ in length are not saved yet")}
 
     def check_layers(self, num_layers: int) -> None:
         """Raise ValueError unless the scores can be those of as many lanes."""
