@@ -10,6 +10,7 @@ are the processor's time of this process, which other processes disturb less tha
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -70,9 +71,9 @@ def eviction(call: AttentionInputs, policy: Policy, tokens: int) -> EvictionBatc
     )
     keep = tokens // 8
     return EvictionBatch(
-        *(call, policy, evictions, np.zeros(1, np.int64), call.block_table),
+        *(call, policy, evictions, np.zeros(1, np.int64), np.zeros(1, np.int64), call.block_table),
         *(torch.tensor([number], dtype=torch.int32) for number in (CHUNK, tokens, 0, keep)),
-        *(one(tokens), one(0), one(keep)),
+        *(one(tokens), one(0), one(keep), one(CHUNK)),
     )
 
 
@@ -90,6 +91,7 @@ def milliseconds(run: Callable[[EvictionBatch], Any], batches: list[EvictionBatc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", default="snapkv-expected")
+    parser.add_argument("--policy-args", type=json.loads, default={}, help="of --policy, JSON")
     parser.add_argument("--beside", default="snapkv", help="another policy")
     parser.add_argument(
         "--shape",
@@ -110,7 +112,7 @@ def main() -> None:
     calls = [layer(args, rotary, seed) for seed in range(args.layers)]
     sides: dict[str, tuple[Callable[[EvictionBatch], Any], list[EvictionBatch]]] = {}
     for name in (args.policy, args.beside):
-        policy = load_policy(name)
+        policy = load_policy(name, args=args.policy_args if name == args.policy else None)
         batches = [eviction(call, policy, args.tokens) for call in calls]
         sides[f"{name}, kernels"] = policy.scorer.scores, batches
         if name == args.policy:
