@@ -11,6 +11,8 @@ own code and defaults (`presses.py`). Further arguments that the engine does not
 - "floor": 32 keeps that many of each message of a chat, the best by their scores;
 - "spans": true keeps the system prompt and the template's tokens within the budget
   (`--kv-keep template` keeps them beside it);
+- "match": {...} fits biases and values to queries (`matching.py`), "ridge": 1.0 values alone
+  (`gates_ridge.py`);
 - "static": "echo" lets some heads keep everything and the others stream (`static_heads.py`).
 
 Where a policy selects pages (`attend`), the budget is what is read, and "keep" what is kept;
@@ -28,6 +30,8 @@ from typing import Any
 
 import torch
 import yaml
+from gates_ridge import Ridged
+from matching import Match, Matched, References, references
 from model import Kept, Model, Recorded, Way, way_of
 from selected import Selected
 from static_heads import PROBES, HeadProbes
@@ -38,7 +42,7 @@ from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 BLOCK = 16
 # Arguments of the study alone.
-OWN = ("heads", "press", "keep", "static", "ends", "floor", "spans", "asks")
+OWN = ("heads", "press", "keep", "static", "ends", "floor", "spans", "asks", "match", "ridge")
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Prompt:
     asked: int
     template: list[int] = field(default_factory=list)
     _memory: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
+    _references: dict[str, list[References]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -81,6 +86,12 @@ class Prompt:
             knows_rotary=True,
             asks_ranks=policy.scorer.asks_ranks,
         )
+
+    def references(self, match: Match) -> list[References]:
+        """Return the queries that biases and values are fitted to, of every layer."""
+        if match.queries not in self._references:
+            self._references[match.queries] = references(self, match)
+        return self._references[match.queries]
 
     def scores(self, policy: Policy) -> list[torch.Tensor]:
         """Return `[G, T]` of every layer."""
@@ -106,12 +117,16 @@ class Method:
     floor: int | None = None
     spans: bool | None = None
     asks: bool | None = None
+    match: Match | None = None
+    ridge: float | None = None
 
     @classmethod
     def parse(cls, label: str, preset: str, args: dict[str, Any]) -> Method:
         """Take the study's own keys out of the arguments."""
         own = {key: args[key] for key in OWN if key in args}
         rest = {key: value for key, value in args.items() if key not in own}
+        if "match" in own:
+            own["match"] = Match(**own["match"])
         if preset == "kvpress" and "press" not in own:
             raise ValueError(f"the method {label!r} names no press of kvpress")
         if own.get("static") not in (None, *PROBES):
@@ -139,14 +154,22 @@ class Method:
     def definition(self) -> str:
         """Return a short name for all that decides what is kept, but for the budget."""
         what = f"{self.press}{self.args}" if self.press else self.policy.as_data()
-        own = {key: getattr(self, key) for key in ("static", "ends", "floor", "spans", "asks")}
+        names = ("static", "ends", "floor", "spans", "asks", "match", "ridge")
+        own = {key: getattr(self, key) for key in names}
         more = "".join(f"{key}{value}" for key, value in own.items() if value is not None)
         return f"{zlib.crc32(f'{what}{self.heads}None{more}'.encode()):08x}"
 
     def way(self, prompt: Prompt, budget: str) -> Way:
         """Return how the tokens behind a prompt attend at a budget."""
         if not self.selects:
-            return way_of(self.kept(prompt, budget))
+            kept = self.kept(prompt, budget)
+            if self.match is not None and kept is not None:
+                found = prompt.references(self.match)
+                window = self.policy.window
+                return Matched(kept, self.match, found, prompt.recorded.layers, window)
+            if self.ridge is not None and kept is not None:
+                return Ridged(kept, self.policy.window, self.ridge)
+            return way_of(kept)
         policy = load_policy(self.preset, self.keep, {**self.args, "attend.budget": budget})
         assert isinstance(policy.attend, SelectPages)
         pages = policy.attend.pages(prompt.tokens, prompt.model.layers, BLOCK)

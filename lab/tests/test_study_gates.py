@@ -22,6 +22,7 @@ NAMES = (
     "gates_ridge",
     "gates_tiles",
     "gates_report",
+    "matching",
     "sparse_prefill",
 )
 HEADS, KV_HEADS, TOKENS, BEHIND, SIZE = 4, 2, 16 * 20 + 5, 6, 8
@@ -143,6 +144,32 @@ def test_ridge_values_bring_the_windows_outputs_back(
     torch.testing.assert_close(left @ changed, wanted, rtol=1e-3, atol=1e-3)
     less = mended(queries, keys, values, kept, 1.0)
     assert 0 < float((less - values[kept]).norm()) < float((changed - values[kept]).norm())
+
+
+def test_matching_makes_up_for_copies_of_a_key(modules: dict[str, ModuleType], made: Any) -> None:
+    """A key that stands three times weighs three times, and its value is the mean of theirs."""
+    step, _ = made
+    script, layer_cache = modules["matching"], modules["model"].LayerCache
+    torch.manual_seed(7)
+    copies, distinct, window = 3, 12, 5
+    keys = torch.randn(KV_HEADS, distinct, SIZE).repeat(1, copies, 1)
+    keys = torch.cat([keys, torch.randn(KV_HEADS, window, SIZE)], dim=1)
+    tokens = keys.shape[1]
+    cache = layer_cache(torch.randn(400, HEADS, SIZE), keys, torch.randn_like(keys))
+    last = torch.full((400,), tokens - 1)
+    found = [script.References.of(cache.queries, cache, step.scale, last)]
+    places = torch.cat([torch.arange(distinct), torch.arange(tokens - window, tokens)])
+    kept = [[places] * KV_HEADS]
+    whole = modules["model"].Whole().attend(step, cache)
+
+    def error(**parts: bool) -> float:
+        match = script.Match(ridge=1e-9, **parts)
+        way = script.Matched(kept, match, found, [cache], window)
+        return float((way.attend(step, cache) - whole).abs().max())
+
+    assert error() < 1e-3
+    assert error(bias=False) > 0.02
+    assert error(values=False) > 0.02
 
 
 def test_density_of_tiles(modules: dict[str, ModuleType]) -> None:
