@@ -15,14 +15,11 @@ more behind itself, each with the whole prompt.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
-from model import Evicted, Kept, LayerCache, Step, attention
+from model import Evicted, Kept, LayerCache, Model, Recorded, Step, attention
 from pydantic import BaseModel, ConfigDict
-
-if TYPE_CHECKING:
-    from methods import Prompt
 
 ROWS = 2048  # reference queries of a KV head
 _LOG_BOUND = 3.0  # of a bias, as the authors have it without their search for keys
@@ -98,16 +95,13 @@ class _Asking:
         return step.over(cache.keys, cache.values)
 
 
-def references(prompt: Prompt, match: Match) -> list[References]:
-    """Return the reference queries of all layers."""
+def references(model: Model, ids: list[int], recorded: Recorded, match: Match) -> list[References]:
+    """Return the reference queries of all layers, of a prompt and what was recorded of it."""
     if match.queries == "own":
-        last = torch.arange(prompt.tokens)
-        scale = prompt.model.scale
-        return [
-            References.of(cache.queries, cache, scale, last) for cache in prompt.recorded.layers
-        ]
+        last = torch.arange(len(ids))
+        return [References.of(each.queries, each, model.scale, last) for each in recorded.layers]
     asking = _Asking()
-    prompt.model.continued(prompt.recorded, prompt.ids, [asking])
+    model.continued(recorded, ids, [asking])
     return asking.found
 
 

@@ -90,7 +90,8 @@ class Prompt:
     def references(self, match: Match) -> list[References]:
         """Return the queries that biases and values are fitted to, of every layer."""
         if match.queries not in self._references:
-            self._references[match.queries] = references(self, match)
+            found = references(self.model, self.ids, self.recorded, match)
+            self._references[match.queries] = found
         return self._references[match.queries]
 
     def scores(self, policy: Policy) -> list[torch.Tensor]:
