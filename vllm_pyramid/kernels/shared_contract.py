@@ -37,25 +37,19 @@ class SharedOps(Protocol):
 
         Requests form a group if the entries of their tables are equal from their skips on, which
         must be equal too; a group of n requests that share k keys saves (n - 1) * k reads of a key.
-        Shared are only whole pages before all queries of each request, in whole tiles of
-        `TILE_KEYS` keys from the skip on, by requests of at most `MOST_ROWS` rows, in layers with
-        one table for all KV heads and no sliding window, and by groups of `FEWEST_ROWS` rows at
-        least or of requests of at most `THIN_ROWS` each. Where prefixes lie within prefixes, the
-        disjoint groups that save the most are formed. The groups follow from the tables alone, not
-        from the order of requests.
+        A group shares only whole pages before all queries of each request, in whole tiles of
+        `TILE_KEYS` keys from the skip on. Its requests have at most `MOST_ROWS` rows each, and
+        together `FEWEST_ROWS` or more, unless each has at most `THIN_ROWS`. The layer has one table
+        for all KV heads and no sliding window. Where prefixes are nested, the disjoint groups that
+        save the most are formed. The groups follow from the tables alone, not from the order of
+        requests.
 
         The partial softmax of a group and that of each request's other keys are joined by their
-        maxima and sums (Hydragen, arXiv:2402.05099, section 3.1; ChunkAttention,
-        arXiv:2402.15220, section 3.2). A request in a group gets the result of `paged_attention`
-        but for rounding; the others get its bits.
-
-        The CPU back end calls this in every layer.
+        maxima and sums (Hydragen, arXiv:2402.05099, section 3.1; ChunkAttention, arXiv:2402.15220,
+        section 3.2). A request in a group gets the result of `paged_attention` except for rounding;
+        the others get its bits.
 
         Args:
-            out: as in `paged_attention`.
-            log_sum_exp: as in `paged_attention`.
+            out, log_sum_exp: as in `paged_attention`.
             fewest_keys: the fewest keys that a group shares, at least 1.
-
-        Raises:
-            ValueError: `fewest_keys` is below 1.
         """
