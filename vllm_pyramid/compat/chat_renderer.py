@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learn which tokens of a chat its template has written, where vLLM renders it.
-
-Target: HfRenderer.__init__, .warmup, .render_messages, .render_messages_async, ._wants_offsets,
-._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout;
-renderers.hf.safe_apply_chat_template; tokenizer_args_from_config. Why: a rendered prompt does not
-say where its messages are. Remove when renderers return the spans of messages.
-"""
+"""Learn which tokens of a chat its template has written, where vLLM renders it."""
 
 from __future__ import annotations
 

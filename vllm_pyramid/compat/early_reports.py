@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep a report that comes before a request ends, for an answer that a stop string ends.
 
-Target: `RequestState.make_request_output`. Why: the front end finds stop strings and answers before
-the engine core knows of it, so the report of the end comes too late. Remove when vLLM's detokenizer
-runs in the engine core.
+The front end finds stop strings and answers before the engine core knows of it, so the report of
+the end comes too late.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the front end add flags to vLLM's engine arguments and adjust the configuration.
-
-Target: `EngineArgs.add_cli_args`, `.create_engine_config`, `.create_model_config`, and
-`parse_known_args` of the parsers that get our flags. Why: vLLM has no hook through which a plugin
-adds engine arguments or adjusts the finished configuration. Remove when it has one.
-"""
+"""Let the front end add flags to vLLM's engine arguments and adjust the configuration."""
 
 from __future__ import annotations
 
@@ -23,31 +18,22 @@ _CHANGED = (
 
 
 class ConfigHooks(Protocol):
-    """Hooks that run while vLLM builds the configuration of one engine with a policy."""
+    """Hooks that run while vLLM builds the configuration of one engine with a policy.
+
+    Each raises ValueError naming the flag to change.
+    """
 
     def prepare_args(self, args: EngineArgs) -> None:
-        """Check and change the arguments before vLLM resolves its defaults.
-
-        Raises:
-            ValueError: naming the flag to change.
-        """
+        """Check and change the arguments before vLLM resolves its defaults."""
 
     def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> bool:
         """Check and change the arguments once the model's configuration has been read.
 
-        Returns:
-            Whether the arguments changed, so that `model_config` has to be made again.
-
-        Raises:
-            ValueError: naming the flag to change.
+        Returns whether they changed, so that `model_config` has to be made again.
         """
 
     def finish_config(self, config: VllmConfig) -> None:
-        """Check the finished configuration and put the policy's classes in place.
-
-        Raises:
-            ValueError: naming the flag to change.
-        """
+        """Check the finished configuration and put the policy's classes in place."""
 
 
 class FrontEnd(Protocol):
@@ -57,10 +43,8 @@ class FrontEnd(Protocol):
         """Add flags to a parser of engine arguments; called once per parser."""
 
     def take_flags(self, namespace: argparse.Namespace) -> None:
-        """Read the flags from what was parsed.
-
-        Raises:
-            ValueError: a wrong value; the parser answers with exit status 2.
+        """Read the flags from what was parsed; on a ValueError the parser answers with exit status
+        2.
         """
 
     def hooks_for(self, args: EngineArgs) -> ConfigHooks | None:

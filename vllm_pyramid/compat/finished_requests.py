@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show finished requests to the front end, and let it ask whether an engine is idle.
 
-Target: `InputProcessor.assign_request_id`, `OutputProcessor.add_request`, `.process_outputs`,
-`.request_states` and what they hold (`prompt_token_ids`, `detokenizer.output_token_ids`,
-`logprobs_processor.cumulative_logprob`), `AsyncLLM.output_processor`. Why: sampled answers are
-replayed with the whole cache (--kv-shadow). Remove when a plugin can see finished requests.
-
 A note of a request follows the engine's own id, never the client's, which two requests may share:
 it is kept by object until vLLM has given the id, and then with the state that ends with the
 request.
@@ -70,9 +65,8 @@ def note(request: EngineCoreRequest, value: Any) -> None:
 
 
 def install(observer: Observer) -> None:
-    """Tell `observer` of noted requests of this process that end with a report.
-
-    A later observer replaces an earlier one.
+    """Tell `observer` of noted requests of this process that end with a report; the latest replaces
+    others.
     """
     global _observer
     is_installed, _observer = _observer is not None, observer

@@ -2,9 +2,8 @@
 """Forget what was computed with weights that an engine no longer has.
 
 Target: `EngineCore.collective_rpc`. Why: `reload_weights` and updates of weights are calls of the
-workers, of which vLLM tells no scheduler; prefixes, sessions, the host cache and its folder would
-go on with the KV of other weights, beyond a restart. Remove when vLLM resets the prefix cache when
-weights change.
+workers that no scheduler sees; prefixes, sessions and the host cache would go on with the KV of
+other weights, beyond a restart. Remove when vLLM resets the prefix cache when weights change.
 """
 
 from __future__ import annotations

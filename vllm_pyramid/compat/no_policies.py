@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse KV policies, and change nothing else, where this package cannot work with vLLM.
-
-Target: `EngineArgs.create_engine_config`, or `VllmConfig.__init__` where that one is missing;
-`EngineArgs.add_cli_args` for the flags. Why: a vLLM that is not supported has to start as without
-this package, and a policy that it is asked for must not be ignored. Remove when plugins can declare
-the versions that they support.
-"""
+"""Refuse KV policies, and change nothing else, where this package cannot work with vLLM."""
 
 from __future__ import annotations
 
@@ -36,11 +30,8 @@ _PLACES: tuple[tuple[str, str, str, Callable[[Any, Mapping[str, Any]], object]],
 def install(reason: str, keys: Collection[str]) -> bool:
     """Let engines that are asked for a policy fail with `reason`. Idempotent.
 
-    Args:
-        keys: those of `additional_config` that ask for one. Each has a flag of the same name.
-
-    Returns:
-        Whether vLLM has a place that this module knows, so that a policy is refused there.
+    `keys` are those of `additional_config` that ask for one; each has a flag of the same name.
+    Returns whether vLLM has a place that this module knows, so that a policy is refused there.
     """
 
     def check(additional_config: object) -> None:
@@ -62,10 +53,8 @@ def install(reason: str, keys: Collection[str]) -> bool:
 
 
 def _check_before(owner: type, name: str, check: Callable[[Any, Mapping[str, Any]], None]) -> None:
-    """Call `check(self, kwargs)` before a method of vLLM's class `owner`.
-
-    Raises:
-        AttributeError: this vLLM does not have the method.
+    """Call `check(self, kwargs)` before a method of vLLM's class `owner`; AttributeError if it is
+    missing.
     """
     stock = getattr(owner, name)
     if getattr(stock, _INSTALLED, False):

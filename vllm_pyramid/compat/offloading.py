@@ -3,10 +3,9 @@
 
 Target: `vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager`, `vllm.v1.kv_offload.base`. Why: the
 manager knows which key lives in which slot, which slots are being read, and which was used least
-recently; it is written for a KV connector, which a policy refuses. Its transfers are asynchronous.
-Ours belong to a step (`kv_cache/host_cache.py`), so a stored key can be loaded at once. Loaded
-after start-up, since vLLM imports its connectors along. Remove when vLLM has such a table apart
-from its connectors.
+recently; it is written for a KV connector. Its transfers are asynchronous. Ours belong to a step
+(`kv_cache/host_cache.py`), so a stored key can be loaded at once. Loaded after start-up, since vLLM
+imports its connectors along. Remove when vLLM has such a table apart from its connectors.
 """
 
 from __future__ import annotations
@@ -16,12 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Stored(NamedTuple):
-    """What `SlotTable.store` has done.
-
-    Attributes:
-        slots: the slot of each key.
-        evicted: the stems (see `key_of`) of the keys that had to go.
-    """
+    """The slot of each key, and the stems (see `key_of`) of the keys that had to go."""
 
     slots: list[int]
     evicted: list[bytes]
@@ -48,11 +42,7 @@ class SlotTable:
         return self._manager.lookup(key, self._looks) is self._hit
 
     def store(self, keys: Sequence[Any]) -> Stored | None:
-        """Give slots to keys that have none; all or nothing.
-
-        Returns:
-            None if there are too few slots that are not being read.
-        """
+        """Give slots to keys that have none; None if too few slots are free of reads."""
         context = self._base.ReqContext("host cache")
         output: Any = self._manager.prepare_store(keys, context)
         if output is None:

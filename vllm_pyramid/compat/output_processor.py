@@ -2,9 +2,9 @@
 """Answer a request that has ended with an error with the reason.
 
 Target: `OutputProcessor.process_outputs`, `RequestState.queue`. Why: vLLM 0.32 sends no reason from
-the engine core, so the server answers "Internal server error" with status 500; ours travels as the
-output's `stop_reason`, and is raised here where the server waits for the request. vLLM 0.33 has
-`EngineCoreOutput.error` and does it by itself. Remove with vLLM 0.32.
+the engine core, and answers "Internal server error"; ours travels as the output's `stop_reason`,
+and is raised where the server waits for the request. Remove with vLLM 0.32: 0.33 has
+`EngineCoreOutput.error`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add routes and a middleware to vLLM's API server, and let them ask the scheduler for its state.
-
-Target: `vllm.entrypoints.launchers.app.attach_endpoint_plugins`, which is called when all routes of
-the server are in place; a method that is added to `EngineCore`, which front ends call as they call
-its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`. Why: vLLM loads
-plugins with endpoints only where `VLLM_PLUGINS` names them, and then no others. Remove when a
-plugin can add routes by a flag.
-"""
+"""Add routes and a middleware to vLLM's API server, and let them ask the scheduler for its state."""
 
 from __future__ import annotations
 
@@ -26,13 +19,9 @@ def is_server() -> bool:
 
 
 def install(attach: Callable[[Any, Mapping[str, Any]], None]) -> None:
-    """Call `attach` when the API server of this process is built. Idempotent.
+    """Call `attach` with the application and its settings when this process builds its API server.
 
-    Args:
-        attach: called with the application and the settings that it was started with.
-
-    Raises:
-        ValueError: this vLLM has no place for it.
+    Idempotent. ValueError: this vLLM has no place for it.
     """
     try:
         from vllm.entrypoints.launchers import app as module
@@ -71,10 +60,8 @@ def install_engine() -> None:
 
 
 async def ask_engines(engine_client: Any) -> list[dict[str, Any]]:
-    """Return `page_data` of every engine of a front end, in the engines' order.
-
-    Raises:
-        RuntimeError: the engines run in this process, or have ended.
+    """Return `page_data` of every engine of a front end; RuntimeError if they run here or have
+    ended.
     """
     ask = getattr(engine_client.engine_core, "call_utility_all_async", None)
     if ask is None:

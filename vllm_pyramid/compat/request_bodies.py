@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the bodies of HTTP requests where vLLM makes parameters of them.
 
-Target: `to_sampling_params` and `to_beam_search_params` of the requests of completions, chats and
-responses; `AnthropicServingMessages.create_messages`, whose requests do not remember the keys that
-vLLM does not know. Why: vLLM ignores unknown keys of a body, so a setting at the wrong place does
-nothing; beam search leaves `vllm_xargs` out; `prompt_cache_key` reaches no engine. Remove when
-plugins can validate bodies.
+vLLM ignores unknown keys of a body, so a setting at the wrong place does nothing; beam search
+leaves `vllm_xargs` out; `prompt_cache_key` reaches no engine. Requests of `/v1/messages` do not
+remember unknown keys.
 """
 
 from __future__ import annotations
@@ -47,10 +45,8 @@ BodyCheck: TypeAlias = Callable[[Body], None]
 
 
 def install(check: BodyCheck) -> None:
-    """Call `check` for each body. Idempotent.
-
-    Raises:
-        ImportError, AttributeError: this vLLM has no place for it.
+    """Call `check` for each body. Idempotent. ImportError or AttributeError: this vLLM has no place
+    for it.
     """
     for folder, name in _REQUESTS:
         module = import_module(f"vllm.entrypoints.openai.{folder}.protocol")

@@ -3,8 +3,8 @@
 
 A step that ends inside a prompt samples a token that is discarded, and vLLM resets the request's
 generator, so that a seed gives the same text whatever the chunks. It resets the generator's offset,
-which only generators of CUDA have: on the CPU the same line raises an error that ends the engine.
-Here the generator's whole state is saved and restored instead.
+which only CUDA's generators have: on the CPU that error ends the engine. Here the generator's whole
+state is saved and restored instead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ import numpy as np
 
 
 def install() -> None:
-    """Wrap the two methods. Idempotent.
-
-    Target: `CPUModelRunner._sample` and `_bookkeeping_sync` (inherited). Remove when vLLM resets
-    generators without `set_offset` on the CPU.
-    """
+    """Wrap `CPUModelRunner._sample` and `_bookkeeping_sync` (inherited). Idempotent."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     if "_sample" in vars(CPUModelRunner):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass our counters to the front end's loggers.
 
-Target: `StatLoggerManager.record`. Why: statistics from the engine core have no field for plugins
-(see `side_channel`), and vLLM's loggers would take ours for a KV connector's.
+Statistics from the engine core have no field for plugins, and vLLM's loggers would take ours for a
+KV connector's.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a request's report into the last chunk of its stream, as `kv_transfer_params`.
 
-Target: `OpenAIServingChat.chat_completion_stream_generator`,
-`OpenAIServingCompletion.completion_stream_generator`, and of `AnthropicServingMessages` the former
-(vLLM 0.33) or `.message_stream_converter` (0.32). Why: vLLM's chunks have no place for it; its
-`/v1/responses` has. Remove when streams carry `kv_transfer_params`.
-
 Chats and completions carry it in the last chunk before `[DONE]`, messages in `message_delta`,
 beside the usage. A chunk is held back only when the engine has ended the request: no token waits.
+vLLM's `/v1/responses` has a place for reports.
 """
 
 from __future__ import annotations
@@ -24,10 +20,8 @@ _KEY, _DATA, _DELTA = "kv_transfer_params", "data: ", "event: message_delta\n"
 
 @dataclass
 class _Seen:
-    """What a stream has seen of its requests.
-
-    Attributes:
-        waiting: prompts that have not ended. report: of the first of them that has.
+    """What a stream has seen: how many prompts have not ended, and the report of the first that
+    has.
     """
 
     waiting: int = 1
