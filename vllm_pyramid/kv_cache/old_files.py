@@ -4,8 +4,8 @@
     counting     each file is looked at once, a few of them in every step, and none is remembered
     afterwards   the oldest `MOST_REMEMBERED` are: the first to go when there is no room
 
-A file's name follows from the bundle's name, so a lookup asks the system and needs none of this.
-A file that this engine has written or read is not old: `HostFiles` knows it, and its bytes.
+A lookup asks the system and needs none of this. A file that this engine has written or read is not
+old: `HostFiles` knows it, and its bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _DIGITS = 2  # of a bundle's name, which name the folder of its files
 class OldFile(NamedTuple):
     """A file of an earlier engine; those of other namespaces come first, then the oldest.
 
-    Attributes:
-        path: of the first part in the engine's own namespace, of any file in others.
+    `path` is the first part in the engine's own namespace, any file in others.
     """
 
     ours: bool
@@ -83,11 +82,7 @@ class OldFiles:
             count -= 256
 
     def forget(self, path: str, size: int) -> None:
-        """Count a file no more, since this engine knows it now, or it is gone.
-
-        Args:
-            path: of the first part, in the engine's own namespace.
-        """
+        """Count a file no more, by its first part's path: this engine knows it now, or it is gone."""
         if self._has_counted(path):
             self.number -= 1
             self.num_own -= 1
