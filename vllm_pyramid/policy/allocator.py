@@ -98,20 +98,17 @@ class CurveAllocator(Allocator):
 
     @abstractmethod
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
-        """Return the tokens per layer as real numbers.
+        """Return the tokens per layer: `[m]` float64 within [0, C] that sums to B * m up to float
+        rounding.
 
         Args:
             mean: B, 0 <= B <= capacity. num_layers: m >= 1. capacity: C.
-
-        Returns:
-            `[m]` float64 within [0, C] that sums to B * m up to float rounding.
         """
 
     def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
         """Return the curves of several prompts, `[T, m]`; `means` and `capacities` are `[T]`.
 
-        Override it together with `curve` where all can be computed at once, with equal results: a
-        class that overrides `curve` alone is asked for one curve after the other.
+        Override it together with `curve` where all can be computed at once, with equal results.
         """
         both = zip(means.tolist(), capacities.tolist(), strict=True)
         return np.stack([self.curve(mean, num_layers, capacity) for mean, capacity in both])
@@ -223,8 +220,7 @@ def point_of_tokens(
 ) -> EvictionPoint:
     """Return the point that keeps a mean of `mean` of `tokens` tokens in each layer.
 
-    Args:
-        allocator: divides them; None if all are kept.
+    `allocator` divides them; None if all are kept.
     """
     fixed = policy.window + policy.sinks
     if mean == tokens:
