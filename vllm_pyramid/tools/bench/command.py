@@ -36,10 +36,8 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; returns 0 on success.
-
-    Raises:
-        ValueError: an option is wrong, or the measurement failed.
+    """Run the sub-command; return 0 on success. ValueError: an option is wrong, or the measurement
+    failed.
     """
     from rich.console import Console
 

@@ -62,12 +62,9 @@ _COLUMNS = [
 def make_rows(
     measure: str, job: Job, variants: Sequence[Variant], samples: Sequence[tuple[Variant, Sample]]
 ) -> pd.DataFrame:
-    """Return a row for each variant under each condition.
+    """Return a row for each variant, the baseline first, under each condition.
 
-    Args:
-        variants: the first one is the baseline.
-        samples: in the order in which they were measured. In addition to what was measured a
-            sample has `pool_prompts`.
+    `samples` are in the order in which they were measured, each with `pool_prompts`.
     """
     frame = pd.DataFrame(
         [identity(v) | sample for v, sample in samples],
@@ -121,11 +118,7 @@ def _number(value: float) -> str:
 def write(
     measure: str, options: MeasureOptions, rows: pd.DataFrame, about: Mapping[str, Any]
 ) -> None:
-    """Print the table, and write the rows as JSON and CSV.
-
-    Args:
-        about: what was run, for the JSON file.
-    """
+    """Print the table, and write the rows as JSON, with `about` what was run, and CSV."""
     about = {
         "version": vllm_pyramid.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

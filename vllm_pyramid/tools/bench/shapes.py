@@ -36,13 +36,9 @@ class Shape:
     cache_dtype: str | None = None
 
     def served_as(self, engine_args: Mapping[str, Any]) -> Shape:
-        """Return the shape with the types that an engine's arguments ask for.
+        """Return the shape with the types `dtype` and `kv_cache_dtype` of an engine's arguments.
 
-        Args:
-            engine_args: of vLLM, of which `dtype` and `kv_cache_dtype` count here.
-
-        Raises:
-            ValueError: a type that vLLM does not know by this name.
+        ValueError: a type that vLLM does not know by this name.
         """
         dtype = str(engine_args.get("dtype", "auto")).removeprefix("torch.")
         dtype = {"auto": self.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
@@ -120,8 +116,7 @@ def write_model(shape: Shape, folder: Path) -> None:
 def shape_of_config(model: str, dtype: str | None = None) -> Shape:
     """Return the shape of a model from its configuration.
 
-    Raises:
-        ValueError: no readable configuration, or not a decoder with one MLP a layer.
+    ValueError: no readable configuration, or not a decoder with one MLP a layer.
     """
     from transformers import AutoConfig
 

@@ -163,9 +163,8 @@ def _budget_report(
 ) -> dict[str, Any]:
     """Return what the command prints.
 
-    Args:
-        sizes: tokens of a block in each layer, or in each KV head where these have tables of their
-            own: then a layer's tokens are the mean of its heads, and its blocks their sum.
+    `sizes` are tokens of a block in each layer, or in each KV head where these have tables: then a
+    layer's tokens are the mean of its heads, and its blocks their sum.
     """
     from vllm_pyramid.plan import peak_blocks
     from vllm_pyramid.tools.budgets.other_layers import report_of_other_layers

@@ -41,10 +41,8 @@ def _show(findings: list[checks.Finding]) -> None:
 
 
 def of_policy(name: str, args: dict[str, Any]) -> list[checks.Finding]:
-    """Find what does not work with a policy, whatever there is to run it.
-
-    Raises:
-        ValueError: there is no such policy.
+    """Find what does not work with a policy, whatever there is to run it; ValueError: no such
+    policy.
     """
     rows = load_policy(name, None, args).refusals
     if not rows:

@@ -65,11 +65,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; return 0 on success.
-
-    Raises:
-        ValueError: something that was asked for cannot be, or an engine failed.
-    """
+    """Run the sub-command; return 0 on success. ValueError: a wrong option, or an engine failed."""
     from rich.console import Console
 
     if args.answer_tokens < 2:
@@ -124,8 +120,7 @@ def run(args: argparse.Namespace) -> int:
 def _policy(args: argparse.Namespace) -> tuple[dict[str, Any], Policy, Sequence[str | None]]:
     """Return the changes to the policy's preset, the policy, and its budgets.
 
-    Raises:
-        ValueError: see `load_policy`; or a budget does not suit the policy.
+    ValueError: see `load_policy`; or a budget does not suit the policy.
     """
     changes = parse_policy_args(args.kv_policy_args)
     policy = load_policy(args.kv_policy, None, changes)
