@@ -65,18 +65,16 @@ class SolvedHeads(HeadLengths):
     def evidence(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
         """Return what `measures` looks at, `[..., columns]`, without NaN where scores have none.
 
-        Args:
-            scores: `[..., columns]` of one head, -inf behind a prompt's context.
-            sinks: the first tokens, which are kept anyway.
+        `scores` `[..., columns]` are of one head, -inf behind a prompt's context; the first `sinks`
+        are kept anyway.
         """
 
     @abstractmethod
     def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
         """Return one whole number a head of a layer, on the device: `[G]`.
 
-        Args:
-            scores: `[G, columns]` of `evidence`, of the tokens before the window.
-            sinks: the first of these, which are kept anyway.
+        `scores` `[G, columns]` of `evidence` are of the tokens before the window, of which the
+        first `sinks` are kept anyway.
         """
 
     def allocate(self, measured: Integers, plan: DeferredPlan) -> Integers:

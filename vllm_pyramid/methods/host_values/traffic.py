@@ -65,7 +65,7 @@ class SwapTraffic(SchedulerHooks):
         """Forget a request, and return what moved for it.
 
         `v_bytes_read_per_token` is the mean of the tokens behind the prompt that went through the
-        model; 0 where there was none. A preempted request has moved its V again, and says so.
+        model, or 0. A preempted request has moved its V again, and says so.
         """
         moved = self._requests.pop(request_id, _Moved())
         mean = moved.read_decoding / moved.decoded if moved.decoded else 0.0

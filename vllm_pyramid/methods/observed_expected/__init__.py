@@ -107,8 +107,7 @@ class ObservedExpectedScorer(Scorer):
     def scores(self, batch: EvictionBatch) -> torch.Tensor:
         """Return the scores of all requests by the kernels of this folder.
 
-        Raises:
-            ValueError: a request has fewer queries in this step than the scorer looks at.
+        ValueError: a request has fewer queries in this step than the scorer looks at.
         """
         import numpy as np
 

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     """What the current step chooses, and the summaries of all layers; one object a worker.
 
-    Raises:
-        ValueError: layers have different numbers of KV heads, or different head sizes.
+    ValueError: layers have different numbers of KV heads, or different head sizes.
     """
 
     name = NAME
@@ -240,10 +239,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         )
 
     def end_step(self, step: Step) -> StepReads | None:
-        """Return what the tokens behind the prompts read.
-
-        Raises:
-            PlanMismatchError: it is not what was planned.
+        """Return what the tokens behind the prompts read; PlanMismatchError if it was not planned
+        so.
         """
         begun, plan = self._step, self._plan
         self._step = self._plan = self._choosing = self._filled = None

@@ -185,8 +185,7 @@ class SolvingAllocator(Allocator):
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what a layer says, summed over this rank's KV heads: `[S, ...]` floating point.
 
-        Args:
-            scores: `[S, G, n]` of `window_scores`, -inf behind a prompt's context.
+        `scores` are `[S, G, n]` of `window_scores`, -inf behind a prompt's context.
         """
 
     @abstractmethod
@@ -206,8 +205,7 @@ class SolvingAllocator(Allocator):
     def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
         """Return tokens per layer: `[m]` int64 in [0, C], B * m in all (at most, if `sets_total`).
 
-        Args:
-            measures: `[m]`, read back. mean: B. capacity: C.
+        `measures` are `[m]`, read back; `mean` is B, `capacity` C.
         """
 
 

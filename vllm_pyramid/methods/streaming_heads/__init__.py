@@ -164,8 +164,7 @@ class StreamingHeads(SplitHeads):
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> StreamingHeads:
         """Return this part for several ranks, and log how many heads stream on all of them.
 
-        Raises:
-            ValueError: no head does, although the policy asks for it.
+        ValueError: no head does, although the policy asks for it.
         """
         found = super().on_ranks(policy, ranks, num_kv_heads)
         if ranks == 1 or self.mask is None:

@@ -158,12 +158,10 @@ class SplitHeads(HeadLengths):
 
 
 def with_scores(data: Any, field: str) -> tuple[Any, ScoreFiles | None]:
-    """Return a section's data with a path in `field` replaced by what the path holds.
+    """Return a section's data with a path in `field` replaced by what the path holds, and that.
 
-    Other processes then open no file. Lists of YAML and JSON become tuples.
-
-    Returns:
-        The data, and what was read; None where no path was given.
+    Other processes then open no file. Lists of YAML and JSON become tuples. Without a path the
+    second is None.
     """
     if not isinstance(data, Mapping):
         return data, None

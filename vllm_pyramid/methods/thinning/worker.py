@@ -46,10 +46,8 @@ _NUMBERS_OF_A_TOKEN = 24
 
 @dataclass
 class _Thinned:
-    """What has been thinned of a request.
-
-    Attributes:
-        given: tokens given up so far, over all layers. positions: of what is held, for a trace.
+    """What has been thinned of a request: tokens `given` up over all layers, and, for a trace,
+    positions.
     """
 
     given: int = 0

@@ -57,10 +57,8 @@ class TileAttention(StepHooks, LayerHooks):
         self._rows: list[_SparseRows] = []
 
     def begin_step(self, step: Step) -> None:
-        """Find the tiles of queries in the step.
-
-        Raises:
-            RuntimeError: a chunk does not consist of whole tiles.
+        """Find the tiles of queries in the step; RuntimeError: a chunk does not consist of whole
+        tiles.
         """
         self._rows = []
         inside = np.flatnonzero(step.computed < step.prompt_lens).tolist()

@@ -33,17 +33,16 @@ class MassOps(Protocol):
         number of keys which that query sees) (Scissorhands, arXiv:2305.17118, the counter of its
         algorithm that compresses the cache).
 
-        With zero requests nothing is added; a query that sees no key adds nothing. The methods that
-        accumulate attention call this after a layer's attention, on both devices.
+        With zero requests nothing is added; a query that sees no key adds nothing.
 
         Args:
             mass: `[P, G, N]` float32, written; unit stride in N, one block for each of the cache.
                 Only the slots of visible keys are touched.
             kind: one of `MASS_KINDS`.
             first_queries: `[R]` int32; queries at positions below it add nothing. None: all add.
-            log_sum_exp: `[T, H]` float32 as `paged_attention` wrote it for the same batch; the
-                sinks are added here. It saves the first of two passes over K. The weights of a
-                query then share a factor that differs from 1 by the rounding of its log-sum-exp.
+            log_sum_exp: `[T, H]` float32 as `paged_attention` wrote it for the same batch. It saves
+                the first of two passes over K. The weights of a query then share a factor that
+                differs from 1 by the rounding of its log-sum-exp.
 
         Raises:
             ValueError: `mass` or `log_sum_exp` has another shape or dtype, or `kind` is unknown.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`add_key_mass` in plain PyTorch, and a check that all back ends make.
 
-The mass lives in memory next to the cache, in the layout of its pages: `mass[b, g, i]` belongs to
-the token at offset i of block b for KV head g. The block table therefore finds it, and no request
-needs mass memory of its own. The caller sets the mass of a slot to zero when a token is written
-there, and moves the mass together with the tokens.
+The mass lies next to the cache, in the layout of its pages: `mass[b, g, i]` belongs to the token at
+offset i of block b for KV head g, so the block table finds it. The caller sets the mass of a slot
+to zero when a token is written there, and moves the mass together with the tokens.
 """
 
 from __future__ import annotations

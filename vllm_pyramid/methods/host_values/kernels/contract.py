@@ -21,10 +21,7 @@ class ValueOps(Protocol):
         block_table: torch.Tensor,
         places: torch.Tensor,
     ) -> None:
-        """Copy whole pages from one memory to another, bit for bit.
-
-        With zero places nothing is copied. The method with V in host memory calls this on CUDA to
-        fetch V to a buffer on the device.
+        """Copy whole pages from one memory to another, bit for bit; on CUDA alone, to fetch V.
 
         Args:
             target: `[S, G, N, D]`, written; dense, with pages of whole 4-byte words.
@@ -51,9 +48,6 @@ class ValueOps(Protocol):
         attention logits, and the lower position where logits are equal; a query that sees no more
         keys than that uses all. Query heads that share a KV head choose separately, as in the paper
         (KCache, arXiv:2404.18057, section 3).
-
-        With zero requests nothing is written. The method with V in host memory calls this on both
-        devices.
 
         Args:
             out: `[T, H, D]`, written, as in `paged_attention`.

@@ -40,9 +40,6 @@ def topn_attention(
 
     V may be in host memory that the device can address. Without `choosers` they are read back from
     the device. A workspace must have room for one chooser, `workspace_cells(1, ...)`.
-
-    Raises:
-        ValueError: shapes, dtypes, strides or the workspace do not fit.
     """
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
@@ -97,11 +94,7 @@ def topn_attention(
 def workspace_cells(choosers: int, num_heads: int, columns: int, max_top_n: int) -> int:
     """Return the float32 cells of scratch that `choosers` queries need to choose at once.
 
-    Args:
-        choosers: number of queries that choose.
-        num_heads: number of query heads.
-        columns: the most keys that one of them sees.
-        max_top_n: the most keys that one of them uses.
+    Each sees at most `columns` keys, and uses at most `max_top_n` of them.
     """
     return choosers * num_heads * (columns + 2 * max_top_n + 1) + 4 * _ALIGNMENT
 

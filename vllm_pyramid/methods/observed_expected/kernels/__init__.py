@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of `observed_expected`: their contract, and three modules that implement it.
-
-`reference.py` is plain PyTorch, `cpu.py` calls the C++ library, `triton.py` launches the kernels of
-`triton_future.py` and `triton_kernels.py`.
-"""
+"""The kernels of `observed_expected`, in plain PyTorch, C++ and Triton."""
 
 from __future__ import annotations
 

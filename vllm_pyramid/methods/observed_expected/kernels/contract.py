@@ -28,7 +28,8 @@ class ObservedExpectedOps(Protocol):
         queries: int,
         positions: int,
     ) -> torch.Tensor:
-        """Turn the last queries of each request to the positions to come, on average.
+        """Turn the last queries of each request to the positions to come, on average: `[R, H, W,
+        D]` float32.
 
         The rotary embedding of a query at position p is undone; then the query is rotated by the
         mean of the rotations at the next `positions` positions behind the request's last one.
@@ -40,11 +41,7 @@ class ObservedExpectedOps(Protocol):
                 query_ends[r] - 1`.
             last_positions: `[R]` int32, the position of each request's last query.
             rotary: the layer's embedding; None where it has none, and queries stay as they are.
-            queries: W.
-            positions: number of positions to come.
-
-        Returns:
-            `[R, H, W, D]` float32.
+            queries: W. positions: number of positions to come.
 
         Raises:
             ValueError: there is no request.

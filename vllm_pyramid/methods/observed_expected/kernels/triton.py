@@ -45,11 +45,7 @@ def future_queries(
     queries: int,
     positions: int,
 ) -> torch.Tensor:
-    """Turn all queries by one launch, in float32.
-
-    Raises:
-        ValueError: there is no request, or strides or the size of the embedding do not fit.
-    """
+    """Turn all queries by one launch, in float32."""
     requests, (_, num_heads, head_size) = query_ends.shape[0], query.shape
     check_some_requests(requests)
     check_unit_stride("query", query)

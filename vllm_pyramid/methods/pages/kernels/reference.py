@@ -201,10 +201,8 @@ def choose_pages(
 
 
 def pages_of(batch: PageBatch) -> tuple[list[int], list[int]]:
-    """Return the first page that each row sees, and how many it sees.
-
-    Raises:
-        ValueError: a row sees no position.
+    """Return the first page that each row sees, and how many it sees; ValueError if a row sees
+    none.
     """
     first, visible = [], []
     for s, (position, skip) in enumerate(

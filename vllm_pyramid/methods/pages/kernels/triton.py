@@ -125,13 +125,11 @@ def choose_pages(
 
 
 def num_parts(pairs: int, tiles: int, device: torch.device) -> int:
-    """Return how many programs share the tiles of a row's KV head.
+    """Return how many programs share the `tiles` of the longest row's KV head, for all `pairs` of
+    these.
 
     They fill the device, and none has more than `MOST_TILES`. So a graph for the longest sequence
     launches few programs that return at once where all are short.
-
-    Args:
-        pairs: of a row and a KV head. tiles: of the longest row.
     """
     enough = triton.cdiv(2 * target_programs(device), pairs)
     return int(min(tiles, max(enough, triton.cdiv(tiles, MOST_TILES))))

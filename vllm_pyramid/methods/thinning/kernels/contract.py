@@ -30,9 +30,6 @@ class RecentOps(Protocol):
         `contexts[r]` keys right before those queries; earlier keys take part in the softmax, but
         are not reported.
 
-        The method `pyramidinfer` calls this while it
-        thins a prompt, on both devices.
-
         Args:
             softmax: as in `window_scores`.
             distance_weight: weight of the last query if the first has 1, positive.

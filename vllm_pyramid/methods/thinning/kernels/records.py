@@ -14,19 +14,14 @@ class RecentBatch:
 
     Attributes:
         query: `[T, H, D]` queries of this step.
-        key_cache: `[P, G, N, D]`.
-        block_table: `[>= R, M]` int32.
         query_ends: `[R]` int32; the recent queries of r are the rows `query_ends[r] - recents[r] ..
             query_ends[r] - 1` of `query`, and belong to its last tokens.
-        seq_lens: `[R]` int32, as in `AttentionBatch`.
-        skips: `[R]` int32, as in `AttentionBatch`.
+        key_cache, block_table, seq_lens, skips, key_scale: as in `AttentionBatch`; `key_scales`
+            too, but not in C++.
         recents: `[R]` int32, the number of recent queries, at least 1.
-        contexts: `[R]` int32, the number of keys reported, at the positions
-            `seq_lens[r] - recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
-        max_context: max(contexts), which sets the width of the result.
-        key_scale: as in `AttentionBatch`.
-        max_recent: max(recents).
-        key_scales: as in `AttentionBatch`; not in C++.
+        contexts: `[R]` int32, the number of keys reported, at the positions `seq_lens[r] -
+            recents[r] - contexts[r] .. seq_lens[r] - recents[r] - 1`.
+        max_context: max(contexts), which sets the width of the result. max_recent: max(recents).
     """
 
     query: torch.Tensor
