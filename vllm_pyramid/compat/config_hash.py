@@ -10,13 +10,14 @@ same hash: they still cover all settings.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
+
+from vllm_pyramid.compat.wrap import wrap
 
 
 class SettingsWithKey(dict[str, Any]):
@@ -66,32 +67,23 @@ class _Whole:
 _stock_hash = VllmConfig.compute_hash
 
 
-def _hash_of_graph(self: VllmConfig, include_version: bool = True) -> str:
+def _hash_of_graph(stock: Any, self: VllmConfig, include_version: bool = True) -> Any:
     """Return vLLM's hash of a configuration, with that of `of_graph` for the settings."""
-    settings = self.additional_config
-    if not isinstance(settings, SettingsWithKey):
-        return _stock_hash(self, include_version)
-    narrowed = copy.copy(self)
-    narrowed.additional_config = _OfGraph(settings)
-    return _stock_hash(narrowed, include_version)
+    if isinstance(settings := self.additional_config, SettingsWithKey):
+        self = copy.copy(self)
+        self.additional_config = _OfGraph(settings)
+    return stock(self, include_version)
 
 
-def _with_whole(function: Any) -> Any:
-    @functools.wraps(function)
-    def with_whole(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(_Whole(vllm_config), *args, **kwargs)
-
-    return with_whole
+def _with_whole(function: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(_Whole(vllm_config), *args, **kwargs)
 
 
 def install() -> None:
     """Let vLLM hash `SettingsWithKey` by its `of_graph`. Idempotent."""
-    if VllmConfig.compute_hash is _hash_of_graph:
-        return
     from vllm.entrypoints.serve.utils import fingerprint
     from vllm.v1.worker import startup_plan
 
-    plans, answers = startup_plan.compute_plan_fingerprint, fingerprint.build_system_fingerprint
-    startup_plan.compute_plan_fingerprint = _with_whole(plans)
-    fingerprint.build_system_fingerprint = _with_whole(answers)
-    VllmConfig.compute_hash = _hash_of_graph  # type: ignore[method-assign]
+    wrap(startup_plan, "compute_plan_fingerprint", _with_whole)
+    wrap(fingerprint, "build_system_fingerprint", _with_whole)
+    wrap(VllmConfig, "compute_hash", _hash_of_graph)

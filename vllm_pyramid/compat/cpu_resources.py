@@ -43,9 +43,7 @@ def free_by_node() -> list[int]:
 
 
 def memory_of_worker_node(workers: int) -> tuple[int, int, int]:
-    """Return the size of this worker's memory node, its free bytes, and how many `workers` share
-    it.
-    """
+    """Return this worker's memory node: its bytes, its free bytes, how many `workers` share it."""
     nodes = get_visible_memory_node()
     node = get_allowed_cpu_list()[0].numa_node
     info = get_memory_node_info(node if node in nodes else nodes[0])

@@ -84,9 +84,7 @@ class LayerwiseProposer:
     def build_per_group_and_layer_attn_metadata(
         self, common_attn_metadata: Any, draft_index: int = 0
     ) -> tuple[list[object], dict[str, object]]:
-        """Build each layer's metadata from its own table; `common_attn_metadata` has the first
-        layer's.
-        """
+        """Build each layer's metadata from its table; the argument has the first layer's."""
         all_metadata, by_layer = [], {}
         for group in self.draft_attn_groups:
             (name,) = group.layer_names

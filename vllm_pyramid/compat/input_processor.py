@@ -6,8 +6,6 @@ In the engine core a mistake in `vllm_xargs` would end the engine instead of the
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.config import ModelConfig
@@ -16,6 +14,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.compat.chat_renderer import spans_of
+from vllm_pyramid.compat.wrap import wrap
 
 
 class RequestChecks(Protocol):
@@ -65,13 +64,9 @@ def api_servers(parallel_config: Any) -> int:
 
 def install(checks: RequestChecks) -> None:
     """Wrap `process_inputs` so that it calls `checks`. Idempotent."""
-    if getattr(InputProcessor, "_vllm_pyramid", False):
-        return
-    # `Callable[...]`: the arguments between `params` and `resumable` are passed on as they are.
-    process_inputs: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 
-    @functools.wraps(process_inputs)
     def process_checked_inputs(
+        process_inputs: Any,
         self: InputProcessor,
         request_id: str,
         prompt: Any,
@@ -79,7 +74,7 @@ def install(checks: RequestChecks) -> None:
         *args: Any,
         resumable: bool = False,
         **kwargs: Any,
-    ) -> EngineCoreRequest:
+    ) -> Any:
         found, params = checks.before(self, params, spans_of(prompt), resumable=resumable)
         request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs
@@ -87,5 +82,4 @@ def install(checks: RequestChecks) -> None:
         checks.after(self, request, found)
         return request
 
-    InputProcessor.process_inputs = process_checked_inputs  # type: ignore[method-assign]
-    InputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]
+    wrap(InputProcessor, "process_inputs", process_checked_inputs)

@@ -53,7 +53,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def main() -> None:
-    """Rename it, or say why there is nothing to rename; exit with an error if both are installed."""
+    """Rename it, or say why there is nothing to rename; exit with an error if there are both."""
     try:
         found = distribution(FOREIGN)
     except PackageNotFoundError:

@@ -8,11 +8,11 @@ other weights, beyond a restart. Remove when vLLM resets the prefix cache when w
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
+
+from vllm_pyramid.compat.wrap import wrap
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -27,21 +27,17 @@ def install() -> None:
     """Reset the prefix cache of a policy's scheduler behind `METHODS`. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
-    if getattr(EngineCore, "_vllm_pyramid_weights", False):
-        return
-    # `Callable[...]`: the arguments behind `method` are passed on as they are.
-    collective_rpc: Callable[..., list[Any]] = EngineCore.collective_rpc
+    wrap(EngineCore, "collective_rpc", _collective_rpc_and_reset)
 
-    @functools.wraps(collective_rpc)
-    def collective_rpc_and_reset(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        changes = isinstance(method, str) and method in METHODS
-        changes = changes and hasattr(self.scheduler, "pyramid")
-        try:
-            return collective_rpc(self, method, *args, **kwargs)
-        finally:
-            if changes:  # a call that has failed may have changed some of them
-                self.scheduler.reset_prefix_cache(reset_running_requests=True)
-                logger.info("%s: dropped all KV that was computed with the old weights", method)
 
-    EngineCore.collective_rpc = collective_rpc_and_reset  # type: ignore[method-assign]
-    EngineCore._vllm_pyramid_weights = True  # type: ignore[attr-defined]
+def _collective_rpc_and_reset(
+    collective_rpc: Any, self: Any, method: Any, *args: Any, **kwargs: Any
+) -> Any:
+    changes = isinstance(method, str) and method in METHODS
+    changes = changes and hasattr(self.scheduler, "pyramid")
+    try:
+        return collective_rpc(self, method, *args, **kwargs)
+    finally:
+        if changes:  # a call that has failed may have changed some of them
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            logger.info("%s: dropped all KV that was computed with the old weights", method)

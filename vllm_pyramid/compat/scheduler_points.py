@@ -43,9 +43,7 @@ class SchedulerPoints(Scheduler):
         return {}
 
     def ends(self, request: Request) -> None:
-        """Called when a request has ended, before its blocks are freed, unless vLLM's connector
-        still loads.
-        """
+        """Called before an ended request's blocks are freed, unless a connector loads into them."""
 
     def freed(self, request: Request) -> None:
         """Called when a request has ended, after its blocks are freed."""
@@ -126,7 +124,7 @@ def connector_hooks(connector: Any) -> list[Any]:
 
 
 def drop_tokens(output: ModelRunnerOutput, request_id: str) -> None:
-    """Remove what a step has sampled for a request: its last token could end it without the error."""
+    """Remove what a step has sampled for a request: its last token could end it as a success."""
     index = output.req_id_to_index.get(request_id)
     if index is not None and output.sampled_token_ids:
         output.sampled_token_ids[index] = []

@@ -60,7 +60,7 @@ class HostCopy(NamedTuple):
 
 
 class HostFill(NamedTuple):
-    """What a slot of the host cache gets from a file: for each rank the bytes of its first blocks."""
+    """What a slot of the host cache gets from a file: the bytes of each rank's first blocks."""
 
     slot: int
     contents: list[bytes]
@@ -81,9 +81,7 @@ class FileSave(NamedTuple):
 
 
 class FileOrders(NamedTuple):
-    """What a worker does with files of the host cache: removes bundles, then saves blocks as they
-    were before the step.
-    """
+    """Files of a worker: bundles to remove, then blocks to save as they were before the step."""
 
     removed: list[str]
     saved: list[FileSave]

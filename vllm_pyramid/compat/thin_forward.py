@@ -39,9 +39,7 @@ ARCHITECTURES = (
 
 
 class _ThinnedLayers:
-    """Precedes an inner module's class. `kv_is_profiled`: vLLM measures what its largest step
-    takes.
-    """
+    """Precedes an inner module's class. `kv_is_profiled`: vLLM measures its largest step."""
 
     kv_step: Callable[[], Step]
     kv_is_profiled: bool
@@ -73,9 +71,7 @@ def _take(layout: StepLayout) -> torch.Tensor | None:
 
 
 def _all_survive(positions: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
-    """Return the arguments of `_forward` for a step that gathers all rows in all layers, the
-    largest.
-    """
+    """Return the arguments of `_forward` for the largest step: all rows stay in all layers."""
     tokens = len(positions)
     return tokens, partial(torch.arange, tokens, device=positions.device)
 
