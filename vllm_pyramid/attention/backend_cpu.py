@@ -33,9 +33,7 @@ SHARED_VARIABLE = "VLLM_PYRAMID_SHARED_PREFIXES"
 
 
 def shares_prefixes() -> bool:
-    """Return whether requests read pages that they share together; ValueError if it is neither 0
-    nor 1.
-    """
+    """Return whether requests read shared pages together; ValueError if it is neither 0 nor 1."""
     value = os.environ.get(SHARED_VARIABLE, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{SHARED_VARIABLE}={value} must be 0 or 1 (the default)")

@@ -86,8 +86,7 @@ class DeferredEviction:
     def add_layer(
         self, inputs: AttentionInputs, evictions: StepEvictions, trace: TraceWriter | None
     ) -> None:
-        """Score the layer's requests whose plans are open; with the last of those that are decided
-        together, decide and evict."""
+        """Score open requests; with the last layer that shares a total, decide and evict."""
         if evictions.deferred.size == 0:
             return  # only prompts whose lengths are known
         if evictions is not self._evictions:

@@ -83,9 +83,7 @@ def shorten(
     trace: TraceWriter | None,
     mass: WindowMass | None,
 ) -> None:
-    """Select the tokens that stay by `Scorer.scores`, and compact; methods are asked before and
-    told after.
-    """
+    """Select the tokens that stay, and compact; methods are asked before and told after."""
     kept = batch.select(scores, trace, mass)
     for method in hooks.before_compact:
         method.before_compact(batch, kept)

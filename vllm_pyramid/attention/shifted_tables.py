@@ -139,9 +139,7 @@ class ShiftedTables:
         host_lens: npt.NDArray[np.int32] | None,
         slots: Slots | None = None,
     ) -> None:
-        """Write the tables of a step; arguments as of `update`. `query_starts`, `[R + 1]` int32,
-        are requests'.
-        """
+        """Write a step's tables, as `update`. `query_starts`, `[R + 1]` int32, are requests'."""
         if (layout := step.layout) is None:
             self.update(seq_lens, step.skips, host_lens, slots=slots)
         else:

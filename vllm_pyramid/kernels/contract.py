@@ -38,9 +38,7 @@ class Ops(SharedOps, Protocol):
     """
 
     def of_method(self, package: str, /) -> Any:
-        """Return the module with a method's own kernels: `package` is such as
-        `vllm_pyramid.methods.pages.kernels`.
-        """
+        """Return the kernels of a package such as `vllm_pyramid.methods.pages.kernels`."""
 
     def reshape_and_cache(
         self,

@@ -30,7 +30,7 @@ def gather_scaled(
     end: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Copy as `gather_tokens`, in `dtype`, times the scale of each row: `[P, G, N]`, or None for 1."""
+    """Copy as `gather_tokens`, in `dtype`, times each row's scale: `[P, G, N]`, or None for 1."""
     rows = gather_tokens(cache, block_row, start, end).to(dtype)
     if scales is None:
         return rows
@@ -38,9 +38,7 @@ def gather_scaled(
 
 
 def check_scales(scales: torch.Tensor | None, cache: torch.Tensor) -> None:
-    """Raise ValueError unless `scales` is float32 `[P, G, N]`, or None where the cache has no
-    integers.
-    """
+    """Raise ValueError unless `scales` is float32 `[P, G, N]`, or None for a cache of floats."""
     if scales is None:
         if cache.dtype == torch.int8:
             raise ValueError("a cache of int8 needs a scale for each token and KV head")

@@ -84,18 +84,14 @@ def file_bytes(begin: bytes, content_bytes: int) -> int:
 
 
 def sealed(begin: bytes, content: Any) -> list[memoryview]:
-    """Return the parts of a file in order: its first bytes (`BundleFile.begin`), its content, a
-    checksum.
-    """
+    """Return the parts of a file in order: its first bytes, its content, and a checksum."""
     total = sha256(begin)
     total.update(content)
     return [memoryview(data).cast("B") for data in (begin, content, total.digest())]
 
 
 def write_file(path: str, begin: bytes, content: Any) -> None:
-    """Write a file of blocks, a buffer; its folder is made if it is missing. Errors as
-    `write_pieces`.
-    """
+    """Write a file of blocks, a buffer, and its folder if missing. Errors as `write_pieces`."""
     Path(path).parent.mkdir(mode=0o700, exist_ok=True)
     write_pieces(path, sealed(begin, content))
 
@@ -130,9 +126,7 @@ def read_file(path: str, largest: int) -> tuple[BundleFile, memoryview]:
 
 
 def parse_file(data: memoryview) -> tuple[BundleFile, memoryview]:
-    """Return what the bytes of a file hold, and those of its blocks; DamagedFileError as
-    `read_file`.
-    """
+    """Return what the bytes of a file hold, and its blocks; DamagedFileError as `read_file`."""
     try:
         magic, version, length = _BEGIN.unpack_from(data)
     except error:

@@ -141,9 +141,7 @@ class BundlePool(BlockPool):
         return [bundle for bundle in map(self.bundles.__getitem__, hashes) if not bundle.refs]
 
     def adopt(self, hashes: Sequence[BlockHash]) -> tuple[list[BlockBundle], int]:
-        """Add a reference to the bundle of each hash; return the bundles, and how many of them were
-        idle.
-        """
+        """Add a reference to the bundle of each hash; return them, and how many were idle."""
         bundles = [self.bundles[block_hash] for block_hash in hashes]
         revived = 0
         for bundle in bundles:

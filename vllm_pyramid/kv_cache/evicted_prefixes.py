@@ -71,7 +71,7 @@ class EvictedPrefixes:
     def _uncached(
         self, request: Request, first: int
     ) -> tuple[str, Plan, int, list[BlockHash]] | None:
-        """Return the plan of a prompt to keep, its first bundle to copy, and the hashes from it on."""
+        """Return a prompt to keep: id, plan, first bundle to copy, and the hashes from it on."""
         request_id = request.request_id
         terms = self._records[request_id].terms
         if terms.plan is None or request_id in self.pending:

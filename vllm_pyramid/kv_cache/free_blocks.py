@@ -15,9 +15,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class FreeBlockStack(FreeKVCacheBlockQueue):
-    """Free blocks in the order of vLLM's queue; the first is taken first. vLLM reads
-    `num_free_blocks`.
-    """
+    """Free blocks in vLLM's order; the first is taken first. vLLM reads `num_free_blocks`."""
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:  # vLLM's queue has linked them

@@ -42,9 +42,7 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
 
     @classmethod
     def of(cls, spec: LayerKVCacheSpec, heads: Heads | None = None) -> Self:
-        """Return the spec of the same layer with a table for each KV head; `heads` says which never
-        evict.
-        """
+        """Return a layer's spec with a table for each KV head; `heads` says which never evict."""
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
         lanes = spec.num_kv_heads
         own: dict[str, Any] = {
@@ -72,9 +70,7 @@ register_spec(HeadKVCacheSpec)
 
 
 class HeadLayout(Layout):
-    """One block table for each KV head of each layer that evicts; `managers` are vLLM's, of all
-    groups.
-    """
+    """One block table for each KV head of each layer that evicts, in vLLM's `managers`."""
 
     owners = "KV heads of all layers"
 

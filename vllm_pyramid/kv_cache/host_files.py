@@ -182,9 +182,7 @@ class HostFiles:
             self._old.add(size)
 
     def read(self, name: bytes) -> tuple[BundleFile, list[memoryview]] | None:
-        """Return the head of a bundle's first file, and for each rank the bytes of its blocks;
-        None: a miss.
-        """
+        """Return the head of a bundle's first file, and each rank's blocks; None: a miss."""
         path = self._path(name)
         if not self._get_known(path):
             return None

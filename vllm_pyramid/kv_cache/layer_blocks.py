@@ -103,9 +103,7 @@ class LayerBlocks:
         return entries
 
     def most(self, plan: Plan, num_tokens: int, late: int = 0, *, evicted: bool = False) -> Numbers:
-        """Return the most blocks per stage that a request holds on its way to `num_tokens`
-        (`peak_blocks`).
-        """
+        """Return the most blocks per stage of a request until `num_tokens` (`peak_blocks`)."""
         shortened = plan.inner or plan.every or num_tokens > plan.prompt_len
         if not shortened or num_tokens < plan.prompt_len:
             return self.stages.sums(-(-num_tokens // self.block_sizes))

@@ -79,9 +79,7 @@ class Layout:
         return [spec.model_layer for spec in self.specs]
 
     def block_counts(self, stages: PipelineLayout, stock_sizes: Sequence[int]) -> LayerBlocks:
-        """Return how many blocks the tables need; `stock_sizes` are tokens of a block in vLLM's own
-        groups.
-        """
+        """Return the tables' block counts; `stock_sizes` are block sizes of vLLM's own groups."""
         sizes, full_size = [spec.block_size for spec in self.specs], self.specs[0].full_block_size
         return LayerBlocks(sizes, stages, full_size, stock_sizes)
 
@@ -143,7 +141,7 @@ class Layout:
             table[old:end] = [*table[old + count : end], *front]
 
     def release_heads(self, request_id: str, heads: Numbers) -> Numbers:
-        """Give back the first `heads` blocks of each table; return how many went back, `[tables]`."""
+        """Free the first `heads` blocks of each table; return how many were held, `[tables]`."""
         released = [
             manager.release_head(request_id, head)
             for manager, head in zip(self.managers, heads.tolist(), strict=True)

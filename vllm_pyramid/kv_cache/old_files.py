@@ -82,7 +82,7 @@ class OldFiles:
             count -= 256
 
     def forget(self, path: str, size: int) -> None:
-        """Count a file no more, by its first part's path: this engine knows it now, or it is gone."""
+        """Count a bundle no more, by its first file: this engine knows it now, or it is gone."""
         if self._has_counted(path):
             self.number -= 1
             self.num_own -= 1

@@ -249,7 +249,7 @@ class PrefixCache:
             self._pool.withdraw(bundle)
 
     def hashes(self, request: Request, key: bytes = b"") -> list[BlockHash]:
-        """Return the hashes of a request's bundles, followed by `key` (`RequestTerms.cache_key`)."""
+        """Return the hashes of a request's bundles, each with `key` (`RequestTerms.cache_key`)."""
         found = request.block_hashes[self._hashes_per_bundle - 1 :: self._hashes_per_bundle]
         return [BlockHash(one + key) for one in found] if key else found
 

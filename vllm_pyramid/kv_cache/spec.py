@@ -73,9 +73,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """Merge one spec only; vLLM takes an AssertionError as "not uniform" and keeps layers
-        apart.
-        """
+        """Merge one spec only; vLLM keeps layers apart on an AssertionError ("not uniform")."""
         if len(specs) != 1:
             raise AssertionError("layers with their own KV budget do not share a block table")
         return specs[0]

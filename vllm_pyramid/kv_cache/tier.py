@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is below the block pool: a place for bundles that have left it, from which they come back."""
+"""What is below the block pool: a place for bundles that leave it, from which they come back."""
 
 from __future__ import annotations
 

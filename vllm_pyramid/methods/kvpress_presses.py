@@ -280,7 +280,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _import(module: str) -> ModuleType:
-    """Import a module of presses, past the package's own `__init__`; ValueError: no kvpress 0.5.5."""
+    """Import a module past the package's own `__init__`; ValueError: kvpress 0.5.5 is missing."""
     try:
         found = importlib.metadata.distribution("kvpress")
     except importlib.metadata.PackageNotFoundError:
@@ -310,9 +310,7 @@ def _import(module: str) -> ModuleType:
 
 @lru_cache(maxsize=32)
 def _make(press: str, settings: str) -> Any:
-    """Return a press with its settings; ValueError for one that its class does not have, or
-    refuses.
-    """
+    """Return a press with its settings; ValueError for an unknown one, or one that it refuses."""
     import dataclasses
 
     cls = getattr(_import(PRESSES[press].module), press)

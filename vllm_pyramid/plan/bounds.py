@@ -102,7 +102,7 @@ def overwritten_blocks(plan: Plan, stages: Sequence[int]) -> npt.NDArray[np.int6
 
 
 def least_given_back(plan: DeferredPlan, block_sizes: npt.NDArray[Any]) -> int:
-    """Return how many blocks of all layers the eviction gives back at least, whatever is decided."""
+    """Return how many blocks the eviction gives back at least in all layers, at any lengths."""
     # Of what each layer skips, less than a block may have to stay.
     skipped = plan.num_layers * (plan.prompt_len - plan.budget_tokens)
     largest = int(block_sizes.max())

@@ -40,9 +40,7 @@ class Budget:
 
     @classmethod
     def parse(cls, value: object) -> Budget:
-        """Parse `512`, `"512"` or `"12%"` (also `"12.5%"`); ValueError says what was given and
-        expected.
-        """
+        """Parse `512`, `"512"`, `"12%"` or `"12.5%"`; ValueError says what is expected."""
         if isinstance(value, Budget):
             return value
         # bool is an int to Python, but a budget of `true` is a mistake.

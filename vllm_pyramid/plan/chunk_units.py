@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 
 class ChunkUnits(NamedTuple):
-    """Units of a prompt: unit i begins at token `i * size`. The first `tokens`, a multiple, have
-    units.
-    """
+    """Units of a prompt's first `tokens`, a multiple of `size`: unit i begins at `i * size`."""
 
     tokens: int = 0
     size: int = 1

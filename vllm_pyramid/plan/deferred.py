@@ -170,7 +170,7 @@ class DeferredPlan:
         return EvictionPoint.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
 
     def resolve(self, keep: Sequence[int] | npt.NDArray[Any]) -> RetentionPlan:
-        """Check the decided lengths of all layers, as `end_point` does, and return the final plan."""
+        """Check the decided lengths of all layers as `end_point` does; return the final plan."""
         if np.shape(keep) != (self.num_layers,):
             raise ValueError(f"{np.size(keep)} lengths for {self.num_layers} layers")
         return RetentionPlan((self.end_point(keep),))

@@ -88,8 +88,7 @@ class LevelPlan(RetentionPlan):
 
     @cached_property
     def untouched(self) -> None:
-        """None: no eviction writes to a slot before it is ordered, and then what is shared there is
-        given up first (`PrefixStore.claim`)."""
+        """None: shared blocks are given up before an ordered eviction (`PrefixStore.claim`)."""
         return None
 
     @property
@@ -101,15 +100,13 @@ class LevelPlan(RetentionPlan):
         return RetentionPlan((_floor(self),))
 
     def least(self) -> RetentionPlan:
-        """Return the plan that keeps the least, of answers too: what the request can be reduced to
-        once it is processed."""
+        """Return the plan that keeps the least, of answers too: the most that orders can evict."""
         if not self.answers:
             return self.estimate()
         return self.estimate().repeated(self.answers, lambda at: _floor(self._of_length(at)))
 
     def point_by(self, computed: int) -> int:
-        """Return the last point at which tokens get levels, at most `computed` tokens behind the
-        prompt."""
+        """Return the last point at which tokens get levels, at most `computed` tokens on."""
         if not self.answers:
             return self.prompt_len
         return computed - (computed - self.prompt_len) % self.answers

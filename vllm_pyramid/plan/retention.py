@@ -148,9 +148,7 @@ class RetentionPlan:
         return numbers
 
     def piece_at(self, computed: int) -> Piece | None:
-        """Return the piece that begins after `computed` tokens, where a step has ended; None
-        without pieces.
-        """
+        """Return the piece that begins at a step's end, `computed`; None without pieces."""
         if not self.pieces or computed >= self.prompt_len:
             return None
         piece = self.pieces[computed // self.pieces[0].end]

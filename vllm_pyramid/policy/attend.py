@@ -21,9 +21,7 @@ ALL_PAGES = 2**31 - 1
 
 
 class Attend(Component):
-    """Base class of the section `attend`; `selects`: generated tokens attend to some of the held
-    pages.
-    """
+    """Base class of the section `attend`; `selects`: generated tokens attend to some pages."""
 
     section: ClassVar[str] = "attend"
     selects: ClassVar[bool] = False

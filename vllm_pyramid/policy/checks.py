@@ -77,7 +77,7 @@ def parse_min_tokens(value: object, where: str) -> int | None:
 
 
 def parse_session_ttl(value: object) -> float | None:
-    """Parse `kv_session_ttl`: seconds above 0, at most ten years, or their text; None if not given."""
+    """Parse `kv_session_ttl`: seconds above 0, at most ten years; None if it is not given."""
     if value is None:
         return None
     number = math.nan

@@ -335,8 +335,7 @@ class Policy(BaseModel):
         return sum(extras.num_bytes for extras in self.block_extras(layer))
 
     def worker_hooks(self, context: WorkerContext) -> list[WorkerHooks]:
-        """Return what the parts do in a worker in addition to scoring, in the order of the
-        parts."""
+        """Return what the parts do in a worker besides scoring, in the order of the parts."""
         found = [part.worker_hooks(self, context) for part in self.parts]
         return [hooks for hooks in found if hooks is not None]
 

@@ -22,9 +22,7 @@ from vllm_pyramid.policy.component import Component
 
 
 class Prefill(Component):
-    """Base class of the section `prefill`; `skips_tiles`: prompts attend to some of their tiles
-    alone.
-    """
+    """Base class of the section `prefill`; `skips_tiles`: prompts attend to some tiles alone."""
 
     section: ClassVar[str] = "prefill"
     skips_tiles: ClassVar[bool] = False

@@ -82,9 +82,7 @@ def queries_at_step_end(policy: Policy, traces: bool) -> int | None:
 
 
 def heads_at_once(policy: Policy, num_tokens: int, head_size: int, group: int) -> int:
-    """Return of how many KV heads, each of `group` query heads, the scorer should have copies at a
-    time.
-    """
+    """Return of how many KV heads, each of `group` query heads, the scorer has copies at a time."""
     of_head = 4 * num_tokens * policy.scorer.floats_per_key(policy, head_size, group)
     return max(1, COPIES_BYTES // of_head)
 
@@ -167,8 +165,7 @@ class EvictionMemory:
         return max(found) + self.policy.scorer.workspace_bytes
 
     def bytes_of_queries(self) -> int:
-        """Return the bytes of queries that wait for a step's end, and of their copy as one tensor:
-        at most those of float32."""
+        """Return the bytes of queries that wait for a step's end, and of their copy, as float32."""
         queries = queries_at_step_end(self.policy, self.traces) if self.at_step_end else None
         if not queries:
             return 0

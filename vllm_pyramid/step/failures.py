@@ -40,7 +40,7 @@ KINDS = (SCORES, METHOD)
 
 
 class Failure(NamedTuple):
-    """Why a request ends with an error: one of `KINDS`, and the reason for the client and the log."""
+    """Why a request ends with an error: one of `KINDS`, and a reason for client and log."""
 
     kind: str
     reason: str

@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 
 class LimitedLog:
-    """Calls `log`, such as `logger.error`, for the first message of a kind, then at most every
-    `seconds`.
-    """
+    """Calls `log` for the first message of a kind, and then at most every `seconds`."""
 
     def __init__(self, log: Callable[..., None], seconds: float = 10.0) -> None:
         self._log, self._seconds = log, seconds

@@ -9,9 +9,7 @@ import torch
 
 
 class Ranks(Protocol):
-    """The `size` tensor-parallel ranks: each has some of the KV heads, and all must agree on
-    lengths.
-    """
+    """The `size` tensor-parallel ranks: each has some KV heads, and all must agree on lengths."""
 
     rank: int
     size: int

@@ -99,7 +99,7 @@ class ScorerInputs(ScoredRequest):
         return self.rotary.mean_turn(x, torch.arange(first, first + count, device=x.device))
 
     def future_queries(self, count: int) -> torch.Tensor:
-        """Return the last `count` queries, rotated to the next `count` positions: `[count, H, D]`."""
+        """Return the last `count` queries at the next `count` positions: `[count, H, D]`."""
         queries = self.unrotated_queries(count)
         if self.rotary is None:
             return queries
@@ -124,9 +124,7 @@ class ScorerInputs(ScoredRequest):
         return total / (self.num_query_heads * self.ranks.size)
 
     def reduce_groups(self, values: torch.Tensor, how: str = "mean") -> torch.Tensor:
-        """Reduce query heads to KV heads by `mean`, `max` or `sum` of a group: `[H, T]` to `[G,
-        T]`.
-        """
+        """Reduce query heads to KV heads by `mean`, `max` or `sum`: `[H, T]` to `[G, T]`."""
         grouped = values.unflatten(0, (self.num_kv_heads, self.group))
         if how == "max":
             return grouped.amax(dim=1)

@@ -198,9 +198,7 @@ class TraceWriter:
         self._placed.pop(request_id, None)
 
     def finish_step(self, evictions: StepEvictions) -> int:
-        """Write the files of the step's evictions, once all layers have run; return how many
-        failed.
-        """
+        """Write the files of a step's evictions when all layers have run; return the failures."""
         dropped = 0
         for index, request_id in enumerate(evictions.request_ids):
             if request_id in evictions.failures.of:

@@ -111,9 +111,7 @@ class Child(LoggedProcess):
     _piped = True
 
     def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give it a task, and yield its messages up to the one that has `done`; ChildError: it
-        ended.
-        """
+        """Give it a task, and yield messages up to one that has `done`; ChildError: it ended."""
         self._send(task)
         for message in self._messages():
             yield message
@@ -122,9 +120,7 @@ class Child(LoggedProcess):
         raise self.error()
 
     def finish(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give it its last task, and yield its messages until the process ends; ChildError: it
-        failed.
-        """
+        """Give it its last task, and yield its messages until it ends; ChildError: it failed."""
         self._send(task)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):

@@ -27,9 +27,7 @@ def names(text: str, what: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
-    """Return the whole numbers of a list such as `1024,4096`, each at least `least`; else
-    ValueError.
-    """
+    """Return the numbers of a list such as `1024,4096`, each at least `least`; else ValueError."""
     found = names(text, what)
     for name in found:
         if not name.isascii() or not name.isdigit() or int(name) < least:

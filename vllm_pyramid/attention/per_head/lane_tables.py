@@ -135,9 +135,7 @@ class LaneTables(ShiftedTables):
         metadata.kv_order = self.order_of(common)
 
     def order_of(self, common: Any) -> torch.Tensor | None:
-        """Return the queries in the order of the lanes, of what `describe` made; None: they are in
-        order.
-        """
+        """Return the queries in lane order, of what `describe` made; None: they are in order."""
         return None if common.max_query_len == 1 else self.order[: common.num_actual_tokens]
 
     def slots_of(self, layer: int, num_tokens: int) -> torch.Tensor:

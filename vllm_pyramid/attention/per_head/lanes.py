@@ -98,18 +98,14 @@ class HeadLanes:
     # One layer ------------------------------------------------------------------------------------
 
     def tables(self, step: LaneStep, table: torch.Tensor) -> torch.Tensor:
-        """Return the lanes' block tables, `[R * G, num_blocks]` int32, of a layer's `[>= R, M]`
-        int32.
-        """
+        """Return the lanes' tables, `[R * G, num_blocks]` int32, of a layer's `[>= R, M]`."""
         requests = len(step.seq_lens) // self.count
         used = table[:requests, : step.num_blocks * self.count]
         of_lanes = used.unflatten(1, (-1, self.count)).transpose(1, 2).contiguous()
         return of_lanes.flatten(0, 1)
 
     def slots(self, step: LaneStep, table: torch.Tensor) -> torch.Tensor:
-        """Return the slots of the step's tokens and heads in a layer, `[T * G]` int64; `table` as
-        `tables`.
-        """
+        """Return the slots of the step's tokens and heads in a layer, `[T * G]` int64."""
         entries = step.entries[:, None] + torch.arange(self.count)
         blocks = table[step.requests[:, None], entries].long()
         return (blocks * self.block_size + step.places[:, None]).flatten()

@@ -18,7 +18,7 @@ from vllm_pyramid.attention.table_layout import TableLayout
 
 
 class HeadTableLayout(TableLayout):
-    """A block table for each of `count` KV heads of each layer, with blocks of `block_size` tokens."""
+    """A block table for each of `count` KV heads of each layer; a block has `block_size` tokens."""
 
     def __init__(self, count: int, block_size: int) -> None:
         super().__init__(count)

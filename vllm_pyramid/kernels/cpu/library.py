@@ -166,9 +166,7 @@ def _check_records(library: ctypes.CDLL, path: Path) -> None:
 
 
 def run(name: str, record: bytes) -> None:
-    """Call `pyr_<name>` with a packed record; ValueError with the kernel's message if values do not
-    fit.
-    """
+    """Call `pyr_<name>` with a packed record; ValueError: values do not fit, says the kernel."""
     library = load()
     if getattr(library, f"pyr_{name}")(record):
         raise ValueError(library.pyr_last_error().decode())

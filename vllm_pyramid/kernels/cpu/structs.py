@@ -184,9 +184,7 @@ def fields_of(record: type[ctypes.Structure]) -> list[str]:
 
 
 def parse_fields(text: str) -> list[str]:
-    """List, as `fields_of` does, the fields that C++ declares, such as "const int32_t* table;
-    int64_t R, M;".
-    """
+    """List, as `fields_of` does, fields of C++ such as "const int32_t* table; int64_t R, M;"."""
     found = []
     for declaration in filter(None, (part.strip() for part in text.split(";"))):
         kind, _, names = declaration.removeprefix("const ").partition(" ")

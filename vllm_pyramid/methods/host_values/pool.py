@@ -35,9 +35,7 @@ class HostPool:
         self._memory.release()
 
     def values(self, key_cache: torch.Tensor) -> torch.Tensor:
-        """Return V of a layer in host memory, dense, shaped as `key_cache` over the whole device
-        pool.
-        """
+        """Return V of a layer in host memory, dense, shaped as the device pool's `key_cache`."""
         pages, heads, tokens, size = key_cache.shape
         page_bytes = heads * tokens * size * key_cache.element_size()
         if (pages, page_bytes) != (self.num_pages, self.page_bytes):

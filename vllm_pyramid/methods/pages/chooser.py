@@ -54,7 +54,7 @@ class PageChooser:
     def choose(
         self, inputs: AttentionInputs, step: Step, choosing: Choosing
     ) -> HeadRequests | None:
-        """Choose for the rows of a step; return their KV heads as requests, if the lists name them."""
+        """Choose for the rows of a step; return their KV heads as requests, if lists name them."""
         if isinstance(choosing.selection, PageSelection):
             self._select(inputs, step, choosing, choosing.selection)
             return None

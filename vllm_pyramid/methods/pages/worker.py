@@ -239,9 +239,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         )
 
     def end_step(self, step: Step) -> StepReads | None:
-        """Return what the tokens behind the prompts read; PlanMismatchError if it was not planned
-        so.
-        """
+        """Return what tokens behind prompts read; PlanMismatchError: it was not planned so."""
         begun, plan = self._step, self._plan
         self._step = self._plan = self._choosing = self._filled = None
         self._decodes = False

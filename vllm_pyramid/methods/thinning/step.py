@@ -128,7 +128,7 @@ class StepThinning:
         return skips
 
     def rows_below(self, layer: int, lower: int) -> npt.NDArray[np.int64]:
-        """Return, for each row of a layer, the row of a lower one at the same place in its request."""
+        """Return, for each row of a layer, the same place's row of its request in a lower one."""
         lens = np.diff(self.query_starts[layer])
         shift = self.query_starts[lower][:-1] - self.query_starts[layer][:-1]
         return np.arange(int(lens.sum())) + np.repeat(shift, lens)

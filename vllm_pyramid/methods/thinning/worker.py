@@ -46,9 +46,7 @@ _NUMBERS_OF_A_TOKEN = 24
 
 @dataclass
 class _Thinned:
-    """What has been thinned of a request: tokens `given` up over all layers, and, for a trace,
-    positions.
-    """
+    """What has been thinned of a request: tokens given up, and positions for a trace."""
 
     given: int = 0
     positions: ThinnedPositions = field(default_factory=ThinnedPositions)

@@ -47,12 +47,10 @@ class LayerSpec(Protocol):
 
 
 class CopyStream(Protocol):
-    """A device's stream for copies, beside the one of the step's kernels. The host waits for
-    neither.
-    """
+    """A device's stream for copies, beside the step's kernels. The host waits for neither."""
 
     def launch(self, copy: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
-        """Let `copy` launch behind all that the step has launched so far; return a mark for `wait`."""
+        """Let `copy` launch behind all that the step has launched; return a mark for `wait`."""
 
     def wait(self, mark: Any) -> None:
         """Let all that the step launches from now on run behind what was launched up to `mark`."""

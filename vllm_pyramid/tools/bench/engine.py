@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine, driven step by step in the process that measures, so that each step can be timed."""
+"""vLLM's engine, driven step by step in the process that measures, so that steps can be timed."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class PolicyMemory:
         return most
 
     def check_budget(self, label: str, prompt_len: int) -> None:
-        """Raise ValueError unless the policy evicts from such a prompt, and can keep to its budget."""
+        """Raise ValueError unless the policy evicts from such a prompt and keeps to its budget."""
         policy, layers = self.policy, len(self._block_sizes)
         if policy.heads.has_budget and not policy.allocator.thins_prompts:
             if policy.budget.tokens_for(prompt_len, 1) >= prompt_len:

@@ -101,7 +101,7 @@ class Pages(NamedTuple):
 
 
 def steps_with_room(scheduler: Any, free: int, longest: int) -> int:
-    """Return the decode steps of the running requests that `free` blocks allow, `longest` at most."""
+    """Return the decode steps of running requests that `free` blocks allow, `longest` at most."""
     sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
     lengths = [request.num_computed_tokens for request in scheduler.running]
 

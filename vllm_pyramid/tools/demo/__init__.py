@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in model (`model/README.md` says how it was made) and the demonstration of `make demo`."""
+"""The built-in model (its origin: `model/README.md`) and the demonstration of `make demo`."""
 
 from __future__ import annotations
 

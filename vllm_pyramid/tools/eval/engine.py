@@ -236,7 +236,7 @@ def _speeds(output: Any) -> dict[str, float]:
 
 
 def _compared(findings: Path) -> dict[str, float]:
-    """Return what the worker found next to the reference, without the first token; or RuntimeError."""
+    """Return what the worker found beside the reference, first token apart; or RuntimeError."""
     if not findings.is_file():
         raise RuntimeError("the worker compared nothing with the whole cache's answer")
     found = json.loads(findings.read_text())[1:]

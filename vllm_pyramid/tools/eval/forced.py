@@ -25,9 +25,7 @@ QUALIFIED_NAME = f"{__name__}:ForcedTokens"
 
 
 def divergence(reference: list[float], found: list[float]) -> float:
-    """Return KL(reference || found) in nats over log probabilities of the same tokens, others as
-    one.
-    """
+    """Return KL(reference || found) in nats over the same tokens, all others counted as one."""
     ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (found, reference))
     rest = [torch.log1p(-x.exp().sum().clamp(max=1 - 1e-9)) for x in (theirs, ours)]
     kl = (theirs.exp() * (theirs - ours)).sum() + rest[0].exp() * (rest[0] - rest[1])

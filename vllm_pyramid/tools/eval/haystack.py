@@ -60,18 +60,14 @@ class Tokens:
         return bool(self._tokenizer.chat_template)
 
     def chat(self, messages: list[dict[str, str]]) -> str:
-        """Return the messages in the model's chat template, up to the reply; ValueError without a
-        template.
-        """
+        """Return messages in the model's chat template, up to the reply; ValueError: none."""
         if not self.can_chat:
             raise ValueError("this model's tokenizer has no chat template")
         apply = self._tokenizer.apply_chat_template
         return str(apply(messages, tokenize=False, add_generation_prompt=True))
 
     def first(self, text: str, length: int) -> str:
-        """Return the beginning of `text` of at most `length` tokens, to a word's end; ValueError if
-        shorter.
-        """
+        """Return at most `length` tokens of `text`, to a word's end; ValueError: it is shorter."""
         if self.count(text) < length:
             raise ValueError(f"a text of {self.count(text)} tokens cannot be cut to {length}")
         low, high = 0, len(text)
@@ -185,7 +181,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def load_tokens(model: str | Path) -> Tokens:
-    """Load the tokenizer of a model folder or Hugging Face name, without PyTorch; ValueError: none."""
+    """Load the tokenizer of a folder or name, without PyTorch; ValueError: there is none."""
     from transformers import AutoTokenizer
 
     try:

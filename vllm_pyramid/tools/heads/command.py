@@ -71,7 +71,7 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with checked flags; return 0. ValueError: no such model, or no such folder."""
+    """Run the command with checked flags; return 0. ValueError: no such model, or no folder."""
     from rich.console import Console
 
     from vllm_pyramid.tools.heads.model import HeadModel

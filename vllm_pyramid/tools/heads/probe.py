@@ -32,9 +32,7 @@ class Repeated:
             )
 
     def tokens(self, ids: range, seed: int = 0) -> list[int]:
-        """Return `period * copies` of the ordinary `ids`, those of a copy different from each
-        other.
-        """
+        """Return `period * copies` of the ordinary `ids`; those of a copy are all different."""
         return random.Random(seed).sample(ids, self.period) * self.copies
 
     def echo_and_induction(

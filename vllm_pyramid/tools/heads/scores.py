@@ -56,7 +56,7 @@ class HeadScores:
         )
 
     def write(self, folder: Path, more: Mapping[str, Any]) -> None:
-        """Write the two files, with `more` in `config.json`; ValueError if they cannot be written."""
+        """Write both files, with `more` in `config.json`; ValueError: they cannot be written."""
         rows = ["\t".join(f"{x:.6f}" for x in row) for row in self.scores.tolist()]
         config = {"sink_size": self.sinks, "recent_size": self.recent, **more}
         try:
@@ -75,8 +75,6 @@ class HeadScores:
         return retrieval_heads(self.scores, self.count(share))
 
     def held(self, mask: torch.Tensor, tokens: int) -> float:
-        """Return the share of a request's cache, of `tokens` tokens, that heads of the mask `[L,
-        G]` keep.
-        """
+        """Return the share of a cache of `tokens` tokens that heads of `mask`, `[L, G]`, keep."""
         whole = mask.double().mean().item()
         return whole + (1 - whole) * min(1.0, (self.sinks + self.recent) / tokens)

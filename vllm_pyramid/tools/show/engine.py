@@ -64,7 +64,7 @@ class Shown(BaseModel):
 
 
 def show_policy(task: Task, on_stage: Callable[[str], None]) -> Shown:
-    """Run a policy's engine; `on_stage` gets what it is doing. ChildError has the end of its log."""
+    """Run a policy's engine; `on_stage` gets what it is doing. ChildError has its log's end."""
     what, offline = f"the engine with {task.policy!r}", Path(task.model).is_dir()
     result: Shown | None = None
     with closing(run_child(__name__, task.model_dump(), what, offline=offline)) as messages:

@@ -64,7 +64,7 @@ class EngineSample:
 
 
 def parse(text: str) -> dict[str, EngineSample]:
-    """Return the numbers of every engine in the text of `/metrics`; ValueError: no Prometheus text."""
+    """Return the numbers of every engine in the text of `/metrics`; ValueError: it is not that."""
     from prometheus_client.parser import text_string_to_metric_families
 
     simple = {metric: name for name, metric in SIMPLE.items()}

@@ -201,9 +201,7 @@ def choose_pages(
 
 
 def pages_of(batch: PageBatch) -> tuple[list[int], list[int]]:
-    """Return the first page that each row sees, and how many it sees; ValueError if a row sees
-    none.
-    """
+    """Return the first page that each row sees, and how many; ValueError: a row sees none."""
     first, visible = [], []
     for s, (position, skip) in enumerate(
         zip(batch.positions.tolist(), batch.skips.tolist(), strict=True)
