@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.kernels.contract import Ops
-from vllm_pyramid.methods.host_values.kernels import value_ops
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers, value_ops
 from vllm_pyramid.methods.host_values.reads import Numbers, ReadLayout, StepRows
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import CopyStream, WorkerContext

@@ -112,8 +112,7 @@ class ObservedExpectedScorer(Scorer):
         import numpy as np
 
         from vllm_pyramid.kernels.records import WindowBatch
-        from vllm_pyramid.methods.observed_expected.kernels import observed_expected_ops
-        from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+        from vllm_pyramid.methods.observed_expected.kernels import ScoreShape, observed_expected_ops
         from vllm_pyramid.step.upload import upload
 
         call, policy, evictions = batch.call, batch.policy, batch.evictions

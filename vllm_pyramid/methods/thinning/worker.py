@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.compat.thin_forward import thin_between_layers
-from vllm_pyramid.methods.thinning.kernels import recent_ops
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch, recent_ops
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plan import IntArray, Piece
 from vllm_pyramid.step.attention_inputs import AttentionInputs

@@ -13,7 +13,7 @@ import torch
 from vllm_pyramid.kernels.gather_tokens import check_one_table, gather_scaled
 from vllm_pyramid.kernels.log_sum_exp import check_lse, with_sinks
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.accumulated.kernels.contract import MASS_KINDS
+from vllm_pyramid.methods.accumulated.kernels import MASS_KINDS
 
 # A weight counts as below the average if it is below this share of the average: equal keys all have
 # the average weight, however a softmax in float32 was rounded.

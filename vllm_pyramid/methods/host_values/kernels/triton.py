@@ -13,7 +13,7 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_query, check_table
 from vllm_pyramid.kernels.triton.tiles import decode_config, padded_head_size
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.reference import check_value_rows
 from vllm_pyramid.methods.host_values.kernels.triton_kernels import (
     copy_pages_kernel,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from vllm_pyramid.kernels.gather_tokens import check_one_table, gather_scaled
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests, with_sinks
 from vllm_pyramid.kernels.records import Softmax, WindowBatch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.step.rotary import Rotary
 
 # The least sum of a head's scores by which they are divided.

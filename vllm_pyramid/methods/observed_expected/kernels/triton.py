@@ -19,7 +19,7 @@ from vllm_pyramid.kernels.triton.checks import (
 )
 from vllm_pyramid.kernels.triton.tiles import padded_head_size
 from vllm_pyramid.kernels.triton.window_scores_launch import KEYS_PER_SPLIT, WindowLaunch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
 from vllm_pyramid.methods.observed_expected.kernels.triton_future import (
     future_logits_kernel,

@@ -10,7 +10,7 @@ from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table, lse_or
 from vllm_pyramid.kernels.triton.tiles import recent_config
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 from vllm_pyramid.methods.thinning.kernels.triton_kernels import (
     recent_log_sum_exp_kernel,
     recent_mass_kernel,
