@@ -163,10 +163,7 @@ def compact(
 
 
 def copy_blocks(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """Copy all blocks at once, by way of a copy of the sources."""
     for cache in (key_cache, value_cache):

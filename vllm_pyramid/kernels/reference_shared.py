@@ -8,17 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_pyramid.kernels.contract import FEWEST_KEYS, FEWEST_ROWS, MOST_ROWS, THIN_ROWS, TILE_KEYS
 from vllm_pyramid.kernels.gather_tokens import check_one_scale, gather_tokens
 from vllm_pyramid.kernels.log_sum_exp import check_lse
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.reference_attention import paged_attention
-from vllm_pyramid.kernels.shared_contract import (
-    FEWEST_KEYS,
-    FEWEST_ROWS,
-    MOST_ROWS,
-    THIN_ROWS,
-    TILE_KEYS,
-)
 
 
 class SharedPrefix(NamedTuple):

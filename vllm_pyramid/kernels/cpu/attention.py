@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_pyramid.kernels.contract import FEWEST_KEYS
 from vllm_pyramid.kernels.cpu.checks import (
     cache_code,
     check_caches,
@@ -19,15 +20,9 @@ from vllm_pyramid.kernels.cpu.checks import (
     vector_address,
 )
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import (
-    PyrAttention,
-    PyrCacheWrite,
-    PyrShared,
-    packer,
-)
+from vllm_pyramid.kernels.cpu.structs import PyrAttention, PyrCacheWrite, PyrShared, packer
 from vllm_pyramid.kernels.gather_tokens import check_head_tables
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
-from vllm_pyramid.kernels.shared_contract import FEWEST_KEYS
 
 INT32_MAX = 2**31 - 1
 
