@@ -8,12 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionType,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_pyramid.attention.cpu_metadata import PyramidCpuMetadata, PyramidCpuMetadataBuilder

@@ -267,9 +267,7 @@ class PyramidImplMixin:
             **parts.scales,
         )
         softmax = Softmax(
-            self.scale,
-            soft_cap=self.logits_soft_cap or 0.0,
-            sinks=getattr(self, "sinks", None),
+            self.scale, soft_cap=self.logits_soft_cap or 0.0, sinks=getattr(self, "sinks", None)
         )
         return AttentionInputs(
             get_ops(query.device.type),

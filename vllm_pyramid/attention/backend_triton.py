@@ -58,7 +58,7 @@ class PyramidTritonBackend(TritonAttentionBackend):
     """vLLM's Triton backend under the name that plugins may take."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *SCALED_ROWS),
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *SCALED_ROWS)
     ]
 
     @staticmethod

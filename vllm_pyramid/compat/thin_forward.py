@@ -130,10 +130,7 @@ def thin_between_layers(
     inner.__class__ = type(f"Thinned{cls.__name__}", (_ThinnedLayers, cls), {})
     inner.kv_step, inner.kv_is_profiled = step, is_profiled
     if not getattr(inner, "do_not_compile", True):
-        logger.info(
-            "kv-policy %s: steps that thin a prompt run without torch.compile",
-            policy,
-        )
+        logger.info("kv-policy %s: steps that thin a prompt run without torch.compile", policy)
 
 
 def refusal(policy: str, model: str) -> str:

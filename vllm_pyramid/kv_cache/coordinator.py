@@ -211,10 +211,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return tuple(by_group.get(group, []) for group in range(len(self.single_type_managers)))
 
     def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Give head blocks back: after the whole prompt is processed, and at later evictions.
 

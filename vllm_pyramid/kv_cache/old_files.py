@@ -51,13 +51,7 @@ class OldFiles:
     """
 
     def __init__(
-        self,
-        root: str,
-        own: str,
-        parts: int,
-        is_known: Callable[[str], bool],
-        *,
-        removes: bool,
+        self, root: str, own: str, parts: int, is_known: Callable[[str], bool], *, removes: bool
     ) -> None:
         self._root, self._own, self._parts = root, own, parts
         self._is_known, self._removes = is_known, removes

@@ -159,12 +159,7 @@ class RequestOverrides:
             self._check_held(served, policy, prompt_len, layers, self._limit)
 
     def _check_held(
-        self,
-        served: ServedRequest,
-        policy: Policy,
-        prompt_len: int,
-        layers: Layers,
-        limit: Budget,
+        self, served: ServedRequest, policy: Policy, prompt_len: int, layers: Layers, limit: Budget
     ) -> None:
         """Refuse a prompt that holds more behind its turns than the server's own policy would.
 

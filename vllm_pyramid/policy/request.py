@@ -16,13 +16,7 @@ from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, asked, refusals, refuse, why_not
-from vllm_pyramid.policy.kept_spans import (
-    Spans,
-    beside_budget,
-    merged,
-    only_leading,
-    parse_spans,
-)
+from vllm_pyramid.policy.kept_spans import Spans, beside_budget, merged, only_leading, parse_spans
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import EXACT, RESUME, RequestKeys, check_names
 

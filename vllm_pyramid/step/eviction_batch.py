@@ -162,10 +162,7 @@ class EvictionBatch:
     # Evicting -------------------------------------------------------------------------------------
 
     def select(
-        self,
-        scores: torch.Tensor,
-        trace: TraceWriter | None = None,
-        mass: WindowMass | None = None,
+        self, scores: torch.Tensor, trace: TraceWriter | None = None, mass: WindowMass | None = None
     ) -> torch.Tensor:
         """Return the places that stay by `Scorer.scores`, as of `ops.select`: `[S, G, max_keep]`
         int32.
@@ -259,10 +256,7 @@ class EvictionBatch:
         return out
 
     def select_each(
-        self,
-        kind: str,
-        select: Callable[[torch.Tensor, int], torch.Tensor],
-        scores: torch.Tensor,
+        self, kind: str, select: Callable[[torch.Tensor, int], torch.Tensor], scores: torch.Tensor
     ) -> torch.Tensor:
         """Select of one request at a time: `[S, G, max_keep]` int32, ascending, -1 behind `keeps`.
 

@@ -47,10 +47,7 @@ def add_parser(commands: Any) -> None:
         help='one JSON object a line, with "prompt" (text) or "prompt_token_ids"',
     )
     parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
-    parser.add_argument(
-        "--kv-policy",
-        help="a policy that solves budgets (default xkv)",
-    )
+    parser.add_argument("--kv-policy", help="a policy that solves budgets (default xkv)")
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
     parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
     parser.add_argument(

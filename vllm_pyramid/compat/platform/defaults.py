@@ -111,10 +111,7 @@ def withdraw() -> None:
 
 
 def threads_to_bind(
-    environment: Mapping[str, str],
-    workers: int,
-    nodes: Sequence[Sequence[int]],
-    replicas: int = 1,
+    environment: Mapping[str, str], workers: int, nodes: Sequence[Sequence[int]], replicas: int = 1
 ) -> str | None:
     """Return the value of `VLLM_CPU_OMP_THREADS_BIND`; None leaves it to vLLM or the user.
 

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def compile_kernels(
-    inputs: AttentionInputs,
-    selection: SelectPages,
-    summaries: Summaries,
-    bounds: Bounds,
+    inputs: AttentionInputs, selection: SelectPages, summaries: Summaries, bounds: Bounds
 ) -> None:
     """Launch what a step may launch for a table of `max_seq_len` tokens, all of them in block 0.
 

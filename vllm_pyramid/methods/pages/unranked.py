@@ -28,11 +28,7 @@ _OTHER_COUNTS = Failure(METHOD, "its tables have other numbers of pages than wer
 
 
 def fail_unranked(
-    failures: Failures,
-    choosing: Choosing,
-    part: slice,
-    scores: torch.Tensor,
-    query: torch.Tensor,
+    failures: Failures, choosing: Choosing, part: slice, scores: torch.Tensor, query: torch.Tensor
 ) -> None:
     """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
 

@@ -13,12 +13,7 @@ import numpy as np
 import torch
 
 from vllm_pyramid.methods.pages.chooser import PageChooser, names_of
-from vllm_pyramid.methods.pages.choosing import (
-    ROWS_AT_ONCE,
-    TILE,
-    Choosing,
-    Filling,
-)
+from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling
 from vllm_pyramid.methods.pages.compiled import compile_kernels
 from vllm_pyramid.methods.pages.decode_rows import AT_ONCE, DecodeRows
 from vllm_pyramid.methods.pages.kernels.records import PageLists
@@ -29,13 +24,7 @@ from vllm_pyramid.methods.pages.summaries import Summaries
 from vllm_pyramid.methods.pages.unranked import flag_lists
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.hooks import (
-    CacheHooks,
-    EvictionHooks,
-    LayerHooks,
-    StepHooks,
-    WorkerContext,
-)
+from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, LayerHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.step import Step, WorkerRequest
 
 if TYPE_CHECKING:

@@ -46,13 +46,7 @@ from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.curves import share_out
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.allocator import (
-    Allocator,
-    Integers,
-    Reals,
-    point_of_tokens,
-    round_to_sum,
-)
+from vllm_pyramid.policy.allocator import Allocator, Integers, Reals, point_of_tokens, round_to_sum
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:

@@ -21,13 +21,7 @@ from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plan import IntArray, Piece
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import SCORES, Failure
-from vllm_pyramid.step.hooks import (
-    CacheHooks,
-    LayerHooks,
-    StepHooks,
-    StepNeeds,
-    WorkerContext,
-)
+from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, StepHooks, StepNeeds, WorkerContext
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
 

@@ -28,11 +28,7 @@ _PARTS = TILE // STRIDE
 
 
 def choose_tiles(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    blocks: torch.Tensor,
-    scale: float,
-    top_p: float,
+    query: torch.Tensor, key_cache: torch.Tensor, blocks: torch.Tensor, scale: float, top_p: float
 ) -> torch.Tensor:
     """Return which tiles of keys each tile of queries takes: `[S, G, L]` bool.
 

@@ -42,10 +42,7 @@ def run_measure(measure: str, options: EngineOptions, prepared: Prepared, consol
 
 
 def whole_jobs(
-    prepared: Prepared,
-    engines: Engines,
-    rounds: Sequence[tuple[float, int]],
-    progress: Progress,
+    prepared: Prepared, engines: Engines, rounds: Sequence[tuple[float, int]], progress: Progress
 ) -> Samples:
     """Run the whole job in each round (a pool and the number of a repetition), variant by variant.
 

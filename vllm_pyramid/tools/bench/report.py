@@ -45,9 +45,7 @@ _MEDIANS = [
     *(*_RATES, "requests_per_min", "agreement", "read_share"),
     *("cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES),
 ]
-_LARGEST = [
-    *("resident_max", "before_queueing", "peak_blocks", "decode_blocks", "preemptions"),
-]
+_LARGEST = [*("resident_max", "before_queueing", "peak_blocks", "decode_blocks", "preemptions")]
 _RANGES = {"output": "output_tokens_per_s", "decode": "decode_tokens_per_s"}
 _RATIOS = _RANGES | {"ttft": "ttft_p50_ms", "tpot": "tpot_p50_ms"}
 _SPREAD = [
@@ -55,7 +53,7 @@ _SPREAD = [
     *(f"{name}_ratio{end}" for name in _RATIOS for end in ("", "_low", "_high")),
 ]
 _COLUMNS = [
-    *("measure", *_KEYS, *_JOB, *_CONDITIONS, *_MEDIANS, *_LARGEST, "repetitions", *_SPREAD),
+    *("measure", *_KEYS, *_JOB, *_CONDITIONS, *_MEDIANS, *_LARGEST, "repetitions", *_SPREAD)
 ]
 
 

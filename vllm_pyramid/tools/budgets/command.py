@@ -86,10 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     from vllm_pyramid.tools.budgets.other_layers import choose_blocks
 
     policy = KVSettings(
-        args.kv_policy,
-        args.kv_budget,
-        args.kv_min_tokens,
-        parse_policy_args(args.kv_policy_args),
+        args.kv_policy, args.kv_budget, args.kv_min_tokens, parse_policy_args(args.kv_policy_args)
     ).policy()
     if policy is None:
         raise ValueError("--kv-policy none keeps everything, as vLLM does: name a policy")

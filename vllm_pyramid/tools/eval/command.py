@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.policy import AUTO, DEFAULT_MIN_TOKENS, Policy, load_policy
 from vllm_pyramid.tools.calibrate import read_prompts
-from vllm_pyramid.tools.command_parts import (
-    Progress,
-    check_writable,
-    names,
-    parse_engine_args,
-)
+from vllm_pyramid.tools.command_parts import Progress, check_writable, names, parse_engine_args
 
 if TYPE_CHECKING:
     from vllm_pyramid.tools.eval.compare import Row
@@ -37,8 +32,7 @@ def add_command(commands: Any) -> None:
         "probabilities diverge. A budget that is cut is measured as a server cuts it.",
     )
     parser.add_argument(
-        "--model",
-        help="folder, or a Hugging Face name (default: the built-in model)",
+        "--model", help="folder, or a Hugging Face name (default: the built-in model)"
     )
     parser.add_argument(
         "--prompts",

@@ -7,12 +7,7 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.kernels.triton.checks import (
-    check_keys,
-    check_query,
-    check_table,
-    lse_or,
-)
+from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table, lse_or
 from vllm_pyramid.kernels.triton.tiles import (
     Workspace,
     choose_num_splits,

@@ -69,10 +69,7 @@ def observed_expected_scores(
             gather_scaled(cache, scales, batch.block_table[r], start, n, compute_dtype)
             .transpose(0, 1)
             .contiguous()
-            for cache, scales in (
-                (batch.key_cache, batch.key_scales),
-                (value_cache, value_scales),
-            )
+            for cache, scales in ((batch.key_cache, batch.key_scales), (value_cache, value_scales))
         )
         keys *= batch.key_scale
         queries = query[end - window : end].to(compute_dtype).transpose(0, 1)

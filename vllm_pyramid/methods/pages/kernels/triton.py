@@ -9,11 +9,7 @@ import triton
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax
 from vllm_pyramid.kernels.triton.checks import CACHE_DTYPES, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.tiles import decode_config, padded_head_size, target_programs
-from vllm_pyramid.methods.pages.kernels.checks import (
-    check_choosing,
-    check_starts,
-    check_summaries,
-)
+from vllm_pyramid.methods.pages.kernels.checks import check_choosing, check_starts, check_summaries
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
 from vllm_pyramid.methods.pages.kernels.triton_kernels import (
     choose_pages_kernel,
