@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from vllm_pyramid.methods.streaming_heads.split import HeadLengths
-from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.allocator import Integers, point_of_tokens
+from vllm_pyramid.plan import Budget, DeferredPlan, Plan
+from vllm_pyramid.policy.allocator import Integers, open_plan
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:
@@ -85,26 +85,8 @@ class SolvedHeads(HeadLengths):
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> Plan:
         """Return an open plan, where the prompt may be shortened: every layer keeps the budget."""
-        mean = budget.tokens_for(prompt_len, policy.min_budget)
-        fixed = policy.window + policy.sinks
-        least = mean
-        if self.sets_total:  # the floor of shares is one of what is found, too
-            least = max(fixed, min(mean, 0 if budget.tokens else budget.min_tokens or 0))
-        if least >= prompt_len:
-            end = point_of_tokens(policy, None, prompt_len, num_lanes, block_size, prompt_len)
-            return RetentionPlan((end,))
-        assert fixed < mean, (fixed, mean, "the budget was not checked")
-        return DeferredPlan(
-            prompt_len,
-            block_size,
-            num_lanes,
-            mean,
-            floor=fixed,
-            exact=not self.sets_total,
-            min_tokens=least,
-            fill_blocks=policy.fill_blocks,
-            safe=self.safe(mean - fixed),
-        )
+        sets_total, lengths = self.sets_total, (prompt_len, num_lanes, block_size, budget)
+        return open_plan(policy, *lengths, sets_total=sets_total, safe=self.safe)
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks:
         from vllm_pyramid.methods.adaptive_heads.worker import HeadSolver
