@@ -31,7 +31,7 @@ class SlotTable:
         self._base = base
         self._manager = CPUOffloadingManager(num_slots, cache_policy="lru")
         self._hit = base.LookupResult.HIT
-        self._looks = base.ReqContext("host cache")  # lookups and uses leave nothing in it
+        self._context = base.ReqContext("host cache")  # lookups and uses leave nothing in it
 
     def key_of(self, stem: bytes, part: int = 0) -> Any:
         """Return the key of one part of what `stem` names."""
@@ -39,7 +39,7 @@ class SlotTable:
 
     def has(self, key: Any) -> bool:
         """Return whether a key has a slot."""
-        return self._manager.lookup(key, self._looks) is self._hit
+        return self._manager.lookup(key, self._context) is self._hit
 
     def store(self, keys: Sequence[Any]) -> Stored | None:
         """Give slots to keys that have none; None if too few slots are free of reads."""
@@ -62,11 +62,11 @@ class SlotTable:
 
     def unpin(self, keys: Sequence[Any]) -> None:
         """Let the slots of keys be given to others again."""
-        self._manager.complete_load(keys, self._looks)
+        self._manager.complete_load(keys, self._context)
 
     def touch(self, keys: Sequence[Any]) -> None:
         """Make keys the last to go, the first of them last of all."""
-        self._manager.touch(keys, self._looks)
+        self._manager.touch(keys, self._context)
 
     def clear(self) -> None:
         """Forget all keys."""

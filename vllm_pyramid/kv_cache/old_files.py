@@ -95,7 +95,7 @@ class OldFiles:
             if self._is_known(oldest.path):
                 continue
             size = self._size(oldest.path, self._parts if oldest.ours else 1)
-            if size is None:  # somebody else has removed it
+            if size is None:  # another process has removed it
                 continue
             self.number -= 1
             self.num_own -= oldest.ours

@@ -133,7 +133,7 @@ class StockGroups:
             self._noted[request_id] = Computed(request.block_hashes, suffix, tokens)
 
     def forget_noted(self, request_id: str) -> None:
-        """Let nobody find what the step being scheduled computes of a request."""
+        """Publish nothing that the step being scheduled computes of a request."""
         self._noted.pop(request_id, None)
 
     @property

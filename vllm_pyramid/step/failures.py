@@ -91,7 +91,7 @@ class Failures:
     Attributes:
         of: the failures that the host knows, by request id, until the request is forgotten.
         has_peers: whether other workers compute each step together with this one.
-        reports_evictions: whether the scheduler hears of this worker's failures in steps with
+        reports_evictions: whether this worker reports its failures to the scheduler in steps with
             evictions alone: a pipeline stage that is not the last one.
     """
 

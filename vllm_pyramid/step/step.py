@@ -188,7 +188,7 @@ class Step:
         self.failures.add_error(self.request_ids, what, error, peers_wait=peers_wait)
 
     def report(self) -> dict[str, Eviction]:
-        """Return what the scheduler hears of the step's evictions, by request."""
+        """Return the step's evictions that are reported to the scheduler, by request."""
         if self.evictions is None:
             return {}
         evictions = self.evictions

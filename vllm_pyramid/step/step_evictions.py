@@ -51,8 +51,8 @@ class StepEvictions:
         resolved: the whole plans of `unsolved` requests, by index, once all layers are solved.
         inside_prompt: `[E]` bool, whether the eviction comes before the prompt's end.
         at_prompt_end: `[E]` bool, whether it comes at the prompt's end.
-        is_reported: `[E]` bool, whether the scheduler hears of the eviction: the request's plan
-            shortens a layer, or was deferred.
+        is_reported: `[E]` bool, whether the scheduler is told: the request's plan shortens a
+            layer, or was deferred.
         tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
 
     Args:
