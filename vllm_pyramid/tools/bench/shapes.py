@@ -113,7 +113,7 @@ def write_model(shape: Shape, folder: Path) -> None:
         shutil.copyfile(Path(model_path()) / name, folder / name)
 
 
-def shape_of_config(model: str, dtype: str | None = None) -> Shape:
+def shape_of_config(model: str) -> Shape:
     """Return the shape of a model from its configuration.
 
     ValueError: no readable configuration, or not a decoder with one MLP a layer.
@@ -122,7 +122,7 @@ def shape_of_config(model: str, dtype: str | None = None) -> Shape:
 
     from vllm_pyramid.frontend.model_shape import longest_of_model, shape_of_model
 
-    cache, _ = shape_of_model(model, dtype)
+    cache, _ = shape_of_model(model, None)
     if cache.layers:
         raise ValueError(
             f"the bench knows decoders in which every layer has full attention; of {model!r} "
