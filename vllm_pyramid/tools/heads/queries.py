@@ -21,7 +21,7 @@ from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.tools.command_parts import check_writable
 from vllm_pyramid.tools.heads.model import HeadModel, whole_attention
 
-_NEAR = 1e-3  # of the length of a query, by which it may differ from its twin's
+_NEAR = 1e-3  # relative distance of two equal queries after their rotary embedding is undone
 
 
 class QueryModel:
