@@ -35,12 +35,12 @@ from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
 from vllm_pyramid.methods.host_values.kernels import triton as value_triton
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels import triton as blend_triton
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
 from vllm_pyramid.methods.pages.kernels.records import COMBINES, SUMMARY_ROWS, PageBatch, PageLists
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 from vllm_pyramid.methods.thinning.kernels import triton as recent_triton
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 from vllm_pyramid.step.rotary import Rotary
 
 ARCHITECTURES = (80, 90, 100)

@@ -22,8 +22,8 @@ from gpu_layers import BLOCK_SIZE, DEVICE, GROUP, HEAD_SIZE, KV_HEADS, Layers
 
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.accumulated.kernels import triton as mass_triton
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels import triton as blend_triton
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.pages.kernels import device_page_ops
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
 from vllm_pyramid.step.rotary import Rotary

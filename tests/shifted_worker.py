@@ -511,8 +511,8 @@ class Worker:
 def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     of_names = {"gather_tables": triton_tables, "lane_rows": triton_lanes}
     for name, module in (*of_names.items(), ("lane_slots", triton_lanes)):
-        twin = getattr(module, f"{name}_reference")
-        monkeypatch.setattr(module, name, device.launch(twin))
+        in_pytorch = getattr(module, f"{name}_reference")
+        monkeypatch.setattr(module, name, device.launch(in_pytorch))
 
 
 def thins_generated() -> Policy:

@@ -36,8 +36,8 @@ FAULTS: dict[str, Fault] = {
         (
             Edit(
                 _COORDINATOR,
-                "processed_computed_tokens < record.due",
-                "processed_computed_tokens + 512 < record.due",
+                "processed_computed_tokens < record.next_release_at",
+                "processed_computed_tokens + 512 < record.next_release_at",
             ),
             Edit(_PLANS, "evictions_by(processed)\n", "evictions_by(processed + 512)\n"),
             Edit(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lanes on CUDA devices: the numbers of those on the CPU, at addresses that never change.
 
-The kernels are their twins. Shape legend: L layers, R requests, G KV heads, T tokens of the step, N
+The kernels are references. Shape legend: L layers, R requests, G KV heads, T tokens of the step, N
 tokens of a lane's block.
 """
 
@@ -35,7 +35,7 @@ ROWS, TOKENS, BLOCKS = 6, 240, 8
 
 
 @pytest.fixture(autouse=True)
-def twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_tables(monkeypatch, Host())
 
 

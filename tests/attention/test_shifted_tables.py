@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shifted tables of a step: their memory, and what is sent to the device; the kernel is a twin."""
+"""Shifted tables of a step: their memory, and what is sent to the device.
+
+The kernel is the reference.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_tables(monkeypatch, Host())
 
 

@@ -31,7 +31,7 @@ class Rows:
     def __call__(self, engine: Engine) -> None:
         check_pool(engine.coordinator)
         pool = engine.pool
-        rows = [*pool.bundles.values(), *(row for twins in pool.twins.values() for row in twins)]
+        rows = [*pool.bundles.values(), *(row for rows in pool.duplicates.values() for row in rows)]
         before, self.seen = self.seen, {}
         self.most = max(self.most, len(rows))
         for row in rows:

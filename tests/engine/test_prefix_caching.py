@@ -65,7 +65,9 @@ def test_samples_of_one_prompt_share_it(
     (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     assert [len(choice.token_ids) for choice in output.outputs] == [6, 6, 6]
     assert engine.coordinator.counters.num_evictions - before == 3
-    assert not engine.pool.twins and len(engine.pool.bundles) == 25, "each computed it for itself"
+    assert not engine.pool.duplicates and len(engine.pool.bundles) == 25, (
+        "each computed it for itself"
+    )
     engine.check_whole()
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.support import EnginePool, Job, assert_same_tokens, greedy, random_prompts
+from vllm_pyramid.kernels.contract import FEWEST_KEYS
 from vllm_pyramid.kernels.cpu.library import shared_rows
-from vllm_pyramid.kernels.shared_contract import FEWEST_KEYS
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 
 def take(record: type, options: dict[str, Any]) -> dict[str, Any]:

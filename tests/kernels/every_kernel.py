@@ -10,11 +10,11 @@ from vllm_pyramid.kernels import reference as shared_reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.cpu import functions as shared_cpu
 from vllm_pyramid.kernels.triton import functions as shared_triton
-from vllm_pyramid.methods.accumulated.kernels.contract import MassOps
-from vllm_pyramid.methods.host_values.kernels.contract import ValueOps
-from vllm_pyramid.methods.observed_expected.kernels.contract import ObservedExpectedOps
+from vllm_pyramid.methods.accumulated.kernels import MassOps
+from vllm_pyramid.methods.host_values.kernels import ValueOps
+from vllm_pyramid.methods.observed_expected.kernels import ObservedExpectedOps
 from vllm_pyramid.methods.pages.kernels.contract import DevicePageOps, PageOps
-from vllm_pyramid.methods.thinning.kernels.contract import RecentOps
+from vllm_pyramid.methods.thinning.kernels import RecentOps
 
 OWN: tuple[tuple[str, type], ...] = (
     ("vllm_pyramid.methods.accumulated.kernels", MassOps),

@@ -17,7 +17,7 @@ from vllm_pyramid.kernels.records import Reduction, Softmax
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.kernels.records import SUMMARY_ROWS, PageBatch
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

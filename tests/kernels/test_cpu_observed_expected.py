@@ -14,7 +14,7 @@ import torch
 from tests.kernels.arguments import head_sinks
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax, WindowBatch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 
 pytestmark = pytest.mark.cpu
 

@@ -23,12 +23,12 @@ from vllm_pyramid.kernels.cpu import structs as cpu_records
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.accumulated.kernels import cpu as mass_cpu
 from vllm_pyramid.methods.host_values.kernels import cpu as value_cpu
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels import cpu as expected_cpu
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels.records import PageSelection
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 from vllm_pyramid.methods.thinning.kernels import cpu as recent_cpu
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

@@ -18,7 +18,7 @@ from tests.kernels.arguments import head_sinks
 from tests.kernels.conftest import Batch
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

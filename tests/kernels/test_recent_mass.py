@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.arguments import head_sinks, take_softmax
 from tests.kernels.every_kernel import cpu, reference
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 pytestmark = pytest.mark.cpu
 

@@ -88,7 +88,7 @@ def check(each_isa: Callable[[], Iterator[str]]) -> Callable[..., list[SharedPre
     """Check on every instruction set: sharing ran, and errs by at most twice PyTorch's own error.
 
     As many rows share as in the groups of the reference, the other requests have the bits of
-    `paged_attention`, and the twin agrees with the exact result far below that error.
+    `paged_attention`, and the reference agrees with the exact result far below that error.
     """
 
     def run(
@@ -110,15 +110,15 @@ def check(each_isa: Callable[[], Iterator[str]]) -> Callable[..., list[SharedPre
             by_itself, own_lse = attend(batch, softmax, None)
             assert torch.equal(found[alone], by_itself[alone]), isa
             assert torch.equal(lse[alone], own_lse[alone]), isa
-        twin = torch.full(batch.query.shape, 7.0, dtype=torch.float64)
+        by_reference = torch.full(batch.query.shape, 7.0, dtype=torch.float64)
         twin_lse = torch.full(batch.query.shape[:2], 9.0)
         reference.shared_attention(
-            *(twin, batch, softmax),
+            *(by_reference, batch, softmax),
             log_sum_exp=twin_lse,
             fewest_keys=FEWEST,
             compute_dtype=torch.float64,
         )
-        torch.testing.assert_close(twin, right, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(by_reference, right, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(twin_lse, right_lse, rtol=1e-6, atol=1e-6)
         return groups
 

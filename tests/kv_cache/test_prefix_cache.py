@@ -205,7 +205,7 @@ def test_prompt_logprobs_are_computed_again() -> None:
     pair.scheduler.add_request(request)
     assert pair.step() == {"b": 40}
     pair.run()
-    assert not pair.pool.twins
+    assert not pair.pool.duplicates
 
 
 def test_what_the_kv_depends_on_beside_tokens_keeps_prompts_apart() -> None:

@@ -141,15 +141,15 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     for row in rows.values():
         assert row.refs == refs[id(row)], "references are miscounted"
         is_known = pool.bundles[row.hash] is row
-        assert is_known != (row in pool.twins.get(row.hash, ())), "a twin is nobody's"
+        assert is_known != (row in pool.duplicates.get(row.hash, ())), "a duplicate is nobody's"
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
         assert row.holders == of_requests.get(id(row), set()), (
             f"a row has holders {row.holders}, and no request among them has it"
         )
     for cache in kinds:
         assert cache.holders.counts == Counter(map(frozenset, holders[cache].values()))
-    assert sum(map(len, pool.twins.values())) == len(rows) - len(pool.bundles)
-    assert all(pool.twins.values()), "an empty list of twins"
+    assert sum(map(len, pool.duplicates.values())) == len(rows) - len(pool.bundles)
+    assert all(pool.duplicates.values()), "an empty list of duplicates"
     of_rows = [
         (_stage_of(block, pools), block.block_id)
         for row in (*rows.values(), *aside)

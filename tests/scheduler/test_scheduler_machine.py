@@ -424,11 +424,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         A row is looked at when it appears; from then on nothing may write into it.
         """
         pool = self.coordinator.block_pool
-        self.seen["twins"] += len(pool.twins)
+        self.seen["duplicates"] += len(pool.duplicates)
         looked_at, owners = {}, None
         for row in [
             *pool.bundles.values(),
-            *(row for twins in pool.twins.values() for row in twins),
+            *(row for rows in pool.duplicates.values() for row in rows),
         ]:
             if row.hash[HASH_BYTES:].startswith(b"@"):  # of a state: looked at by whoever adopts it
                 assert not row.refs
@@ -782,7 +782,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         coordinator, scheduler = self.coordinator, self.scheduler
         assert coordinator.block_pool.get_num_free_blocks() == self.worker.num_blocks
         assert not coordinator.plans.records and not coordinator.prefixes._published_from
-        assert not coordinator.block_pool.twins
+        assert not coordinator.block_pool.duplicates
         assert scheduler.reset_prefix_cache()
         assert not coordinator.block_pool.bundles and not coordinator.block_pool.idle
         host = host_of(coordinator)
@@ -1481,7 +1481,7 @@ def test_machine_sees_what_it_is_for(variant: str, seed: int) -> None:
     happenings = ["evicted", "mixed steps"]
     if setup.prefix_caching:
         rare = "inside" in variant or (setup.lanes > 1 and "all" in variant)
-        happenings += ["hits"] if rare else ["hits", "twins"]
+        happenings += ["hits"] if rare else ["hits", "duplicates"]
         happenings += [] if rare else ["BlockStored", "BlockRemoved"]
         copies = "swapped" not in variant and (setup.lanes == 1 or "all" in variant)
         copies = copies and "kept" not in variant

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of all requests under vLLM's second runner, by its own classes: where they are, and what a
-step takes of them. The kernel is its twin.
+step takes of them. The kernel is the reference.
 """
 
 from __future__ import annotations

@@ -88,9 +88,9 @@ class Impl(PyramidImplMixin):
 
 def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Host) -> None:
     monkeypatch.setattr(triton_tables, "gather_tables", device.launch(GATHER))
-    for twin in LANES:
-        name = twin.__name__.removesuffix("_reference")
-        monkeypatch.setattr(triton_lanes, name, device.launch(twin))
+    for in_pytorch in LANES:
+        name = in_pytorch.__name__.removesuffix("_reference")
+        monkeypatch.setattr(triton_lanes, name, device.launch(in_pytorch))
 
 
 def make_worker(policy: Policy, monkeypatch: pytest.MonkeyPatch, *, held: bool = True) -> Worker:

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention back ends of a worker, the block tables they read, and the eviction behind a layer.
-
-Imports `kernels`, `step`, `policy` and `compat`; never sees a block being freed.
-"""
+"""Attention back ends of a worker, the block tables they read, and the eviction behind a layer."""

@@ -8,12 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionType,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_pyramid.attention.cpu_metadata import PyramidCpuMetadata, PyramidCpuMetadataBuilder
@@ -33,11 +28,7 @@ SHARED_VARIABLE = "VLLM_PYRAMID_SHARED_PREFIXES"
 
 
 def shares_prefixes() -> bool:
-    """Return whether requests read pages that they share together.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
+    """Return whether requests read shared pages together; ValueError if it is neither 0 nor 1."""
     value = os.environ.get(SHARED_VARIABLE, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{SHARED_VARIABLE}={value} must be 0 or 1 (the default)")
@@ -148,7 +139,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V, `[P, G, N, D]` each: planes of a head's memory, allocated as one.
 
-        Where V lies elsewhere, vLLM's memory is all K. Its memory of 8-bit floats is one of bytes.
+        Where V is in host memory, vLLM's memory is all K. Its memory of 8-bit floats is one of
+        bytes.
         """
         values = self.context.values if self.context is not None else None
         if self._fp8 is not None:
@@ -163,7 +155,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     def _scales(self, layer: Any) -> tuple[float, float]:
         """Return what the numbers in the layer's caches are multiplied with.
 
-        A layer that reads another's cache has scales of its own, which are not that cache's.
+        The scales of a layer that reads another's cache are not that cache's.
         """
         if self._fp8 is None:
             return 1.0, 1.0
@@ -219,8 +211,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
     ) -> torch.Tensor:
         """Attend, then let the policy gather and evict.
 
-        Args:
-            query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`. output: `[T, H, D]`, written.
+        `query` is `[T, H, D]`, `kv_cache` `[P, G, N, 2 * D]`, and `output` `[T, H, D]`, written.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported on the CPU")

@@ -2,8 +2,8 @@
 """Attention over every layer's own, shorter table, in front of vLLM's CUDA attention backends.
 
 `PyramidImplMixin` goes in front of a stock implementation, as `PyramidBuilderMixin` of
-`cuda_metadata.py` does in front of its builder: `backend_flash.py` and `backend_triton.py` are
-those. The kernels themselves are vLLM's.
+`cuda_metadata.py` does in front of its builder: `backend_flash.py` and `backend_triton.py`. The
+kernels are vLLM's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vllm_pyramid.step.hooks import LAYER_HOOKS
 def metadata_of(inputs: AttentionInputs, metadata: Any) -> Any:
     """Return a copy of the stock metadata with the table and lengths that a method chose.
 
-    The stock kernels of Triton and FlashAttention find all that they read of a batch under these
-    names. Schedules and graphs of the step are of its own table; our builders make none.
+    Triton and FlashAttention find all that they read of a batch under these names. Schedules and
+    graphs would be of the step's own table; our builders make none.
     """
     batch = inputs.batch
     assert batch.max_query_len is not None and batch.max_seq_len is not None
@@ -74,9 +74,9 @@ class PyramidImplMixin:
     def called_hooks(cls, policy: Policy) -> frozenset[str]:
         """Return the hooks of layers that are called in every step.
 
-        A captured graph of a whole step leaves all of them out. Where a policy works during
-        prompts alone, steps that only decode may be such graphs: what gathers from prompts is
-        called, what attends is not.
+        A captured graph of a whole step leaves all of them out. Where a policy works during prompts
+        alone, steps that only decode may be such graphs: what gathers from prompts is called, what
+        attends is not.
         """
         if policy.works_in_every_step or policy.attends:
             return LAYER_HOOKS
@@ -94,7 +94,7 @@ class PyramidImplMixin:
     ) -> None:
         """Write the step's keys and values, `[T, G, D]`, to their slots, by vLLM's kernel.
 
-        Where V lies elsewhere, our own writes K, and a method writes V.
+        Where V is in host memory, our kernel writes K, and a method writes V.
         """
         context = self.context
         if context is not None:
@@ -134,8 +134,9 @@ class PyramidImplMixin:
         """Attend by vLLM's kernel or a method, then let the policy gather and evict.
 
         Args:
-            query: `[T, H, D]`. kv_cache: `[P, G, N, 2 * D]`, K then V in a token's row (`_parts`);
-                `[P, G, N, D]` where V lies elsewhere, and a method attends in vLLM's place.
+            query: `[T, H, D]`.
+            kv_cache: `[P, G, N, 2 * D]`, K then V in a token's row (`_parts`); `[P, G, N, D]` where
+                V is in host memory and a method attends.
             output: `[T, H, D]`, written. args, kwargs: scales of fused output quantisation.
         """
         context = self.context
@@ -200,7 +201,7 @@ class PyramidImplMixin:
         """Attend to lists of pages of each KV head, by our own kernel.
 
         Args:
-            layer: vLLM's. attended: its table is `[S, G, W]`. kv_cache, output: see `forward`.
+            attended: its table is `[S, G, W]`. kv_cache, output: see `forward`.
             metadata: stock, of the step's own table.
         """
         out = output[: len(attended.query)]
@@ -246,9 +247,8 @@ class PyramidImplMixin:
         """Return the layer's attention as our own kernels see it.
 
         Args:
-            layer: vLLM's. query: `[T, H, D]`. kv_cache: see `forward`.
+            layer: vLLM's. query, kv_cache: see `forward`.
             tables: `[>= R, M]`, shifted. starts: `[R + 1]`. lens, no_skips, offsets: `[R]`.
-            max_query_len, max_seq_len: of `AttentionBatch`.
         """
         context = self.context
         assert context is not None, "the layer was not bound"
@@ -267,9 +267,7 @@ class PyramidImplMixin:
             **parts.scales,
         )
         softmax = Softmax(
-            self.scale,
-            soft_cap=self.logits_soft_cap or 0.0,
-            sinks=getattr(self, "sinks", None),
+            self.scale, soft_cap=self.logits_soft_cap or 0.0, sinks=getattr(self, "sinks", None)
         )
         return AttentionInputs(
             get_ops(query.device.type),

@@ -39,9 +39,9 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Attend by FlashAttention, to each KV head as a request of its own.
+        """Attend by FlashAttention, to each KV head as a request.
 
-        Our kernel attends where lists do not have the names of heads: also where a row has several
+        Our kernel attends where lists do not have the names of heads, and where a row has several
         queries, whose heads lie between one another.
         """
         requests = attended.head_requests
@@ -70,7 +70,7 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
     def names_of_heads(self, kv_cache: torch.Tensor) -> HeadNames | None:
         """Return the names of KV heads, where FlashAttention may attend to each.
 
-        Not where heads have learned sinks (of which a request of one head would have its own),
+        Not where heads have learned sinks (of which a request of one head would need its own),
         where FlashAttention reads pages of another size, and where a cache has too many rows for
         the view's blocks to be numbered in 32 bits.
         """

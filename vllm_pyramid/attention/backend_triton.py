@@ -27,10 +27,9 @@ class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         """Share one scratch between all layers, which run in turn, as with vLLM's one builder.
 
-        A layer's own would be 4 MiB of an 8B, which vLLM's memory profile does not see. Where a
-        layer has several tables, each is a request of its own, and rows of the scratch are split
-        alike: as many programs run, and rows are split up to the batch up to which vLLM splits
-        them.
+        A scratch for each layer would take 4 MiB of an 8B, which vLLM's memory profile does not
+        see. Where a layer has several tables, each is a request, and rows of the scratch are split
+        so that as many programs run as in a batch of vLLM's.
         """
         super().__init__(kv_cache_spec, *args, **kwargs)
         tables = tables_per_layer(kv_cache_spec)
@@ -59,7 +58,7 @@ class PyramidTritonBackend(TritonAttentionBackend):
     """vLLM's Triton backend under the name that plugins may take."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *SCALED_ROWS),
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *SCALED_ROWS)
     ]
 
     @staticmethod

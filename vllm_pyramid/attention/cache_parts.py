@@ -11,11 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class CacheParts:
-    """A layer's memory, as our kernels see it.
+    """A layer's memory, as our kernels see it: `keys` and `values` are `[P, G, N, D]`.
 
     Attributes:
-        keys, values: `[P, G, N, D]`. scales: fields of `AttentionBatch`. rows: of
-        `AttentionInputs`.
+        scales: fields of `AttentionBatch`. rows: of `AttentionInputs`.
     """
 
     keys: torch.Tensor

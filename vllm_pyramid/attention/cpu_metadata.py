@@ -41,8 +41,7 @@ class _Context(Protocol):
 class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
     """Asks each layer's context for its part of the step, which was computed once for all.
 
-    Attributes:
-        context: set by the model runner; None for layers that do not evict.
+    The model runner sets `context`; it is None for layers that do not evict.
     """
 
     reads_shifted_tables = False

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a step read on CUDA devices: stock metadata over each layer's own table.
-
-`PyramidBuilderMixin` goes in front of a stock builder (`backend_flash.py`, `backend_triton.py`).
-"""
+"""What the layers of a step read on CUDA devices: stock metadata over each layer's own table."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def tables_per_layer(kv_cache_spec: Any) -> int:
 
 
 class PyramidBuilderMixin:
-    """Hands the layer's shifted table and length to the stock builder.
+    """Goes in front of a stock builder, and hands it the layer's shifted table and length.
 
     Attributes:
         reads_shifted_tables: the stock kernels know nothing of skips (see `shifted_tables.py`).
@@ -44,8 +41,8 @@ class PyramidBuilderMixin:
         """Return which steps may be graphs: decode steps of one token, or of one and its drafts.
 
         An eviction is Python, which a graph leaves out. None at all where a policy works in every
-        step, or attends by code of its own on the host; vLLM then runs attention between piecewise
-        graphs, or says that the mode which was asked for cannot be. With drafts the last chunk of a
+        step, or attends by its own code on the host; vLLM then runs attention between piecewise
+        graphs, or says that the requested mode is impossible. With drafts the last chunk of a
         prompt is longer than a decode step; a short prompt might look like one, and must be one
         that is not evicted.
         """

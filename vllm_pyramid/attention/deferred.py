@@ -5,18 +5,16 @@
     layer L-1         attention, scores -> decide -> select and compact all layers
 
 No layer is shortened before the last one has attended, and the next step's skips are those that
-were decided here. What is kept meanwhile is `[S, G, context]` float32 a layer for the S prompts
-that end: 32 bytes a prompt token and layer for 8 KV heads.
+were decided here. Meanwhile `[S, G, context]` float32 is kept for each layer and the S prompts that
+end: 32 bytes a prompt token and layer for 8 KV heads.
 
 Where fewer layers share a total (`EvictionHooks.together`), this goes group by group: the KV heads
 of a layer, which are layers here, are decided and shortened when that layer has attended.
 
-    heads of a layer  attention, scores of all -> decide -> select and compact them
-
 A request whose scores or evidence have NaN has failed, and its scores are replaced: the lengths of
 the others do not depend on it, and its own are valid. Where a method raises, the requests of that
-call get the same length in all layers. All ranks decide, or none: they agree before, since they
-wait for one another there. So all go on with equal lengths.
+call get the same length in all layers. The ranks agree beforehand that all decide, since they wait
+for one another there.
 
 Shape legend: L layers whose lengths are decided together, S prompts, G KV heads of this rank.
 """
@@ -64,9 +62,7 @@ class ScoredLayer:
 class DeferredEviction:
     """The layers of a step that wait for the last one; one object for all layers of a worker.
 
-    Args:
-        policy: the engine's. hooks: of its methods. method: the one that decides lengths.
-        num_layers: of the worker.
+    `method` is the one that decides lengths, of the policy's `hooks`.
     """
 
     def __init__(
@@ -90,8 +86,7 @@ class DeferredEviction:
     def add_layer(
         self, inputs: AttentionInputs, evictions: StepEvictions, trace: TraceWriter | None
     ) -> None:
-        """Score the layer's requests whose plans are open; with the last of those that are decided
-        together, decide and evict."""
+        """Score open requests; with the last layer that shares a total, decide and evict."""
         if evictions.deferred.size == 0:
             return  # only prompts whose lengths are known
         if evictions is not self._evictions:
@@ -219,9 +214,9 @@ class DeferredEviction:
 def _alike(evictions: StepEvictions, inputs: AttentionInputs) -> list[npt.NDArray[np.int64]]:
     """Return the open prompts in groups of similar length, at most twice as long as one another.
 
-    The scores of a group are padded to its longest prompt and kept until the last layer: in a group
-    with one long prompt, many short ones would cost as much as long ones. What a group needs in
-    addition is bounded as for all evictions (`StepEvictions.pieces`).
+    The scores of a group are padded to its longest prompt and kept until the last layer: with one
+    long prompt, many short ones would cost as much as long ones. What a group needs in addition is
+    bounded as for all evictions (`StepEvictions.pieces`).
     """
     indices = evictions.deferred
     size = np.ceil(np.log2(evictions.points[indices]))

@@ -31,14 +31,12 @@ def evict_layer(
     """Move the survivors of every request that evicts in this step to the tail of its range.
 
     Runs after the layer's attention, which has seen all that the layer held. Requests whose plans
-    are deferred still hold everything here; `DeferredEviction` evicts from them, in all layers
-    together. The requests are evicted in pieces, one behind the other, so that the scores of a step
-    that ends many prompts fit into the memory that is reserved for them. Requests whose scores
-    cannot be ranked, or for which a method raises, have failed.
+    are deferred still hold everything here; `DeferredEviction` evicts from them. The requests are
+    evicted in pieces, one behind the other, so that the scores of many prompts fit into the memory
+    that is reserved for them. Requests whose scores cannot be ranked, or for which a method raises,
+    have failed.
 
-    Args:
-        hooks: of the policy's methods: one of them may have gathered scores.
-        only: indices of the requests that are evicted from here; None: all of the step.
+    `only` has the indices of the requests that are evicted from here; None: all of the step.
     """
     decided, shortened = evictions.decided, evictions.shortened(inputs.layer)
     if only is not None:
@@ -62,8 +60,7 @@ def evict_batch(
 ) -> None:
     """Score, select and compact the requests of a batch.
 
-    Args:
-        scorer: of the hooks, the one that may have scores; None: the policy's scorer scores.
+    `scorer` are the hooks that may have scores; None: the policy's scorer scores.
     """
     policy = batch.policy
     asks = policy.scorer.asks_ranks or (scorer is not None and scorer.asks_ranks)
@@ -86,11 +83,7 @@ def shorten(
     trace: TraceWriter | None,
     mass: WindowMass | None,
 ) -> None:
-    """Select the tokens that stay, and compact; methods are asked before and told behind it.
-
-    Args:
-        scores: as of `Scorer.scores`. mass: of the window, if there is a trace.
-    """
+    """Select the tokens that stay, and compact; methods are asked before and told after."""
     kept = batch.select(scores, trace, mass)
     for method in hooks.before_compact:
         method.before_compact(batch, kept)

@@ -7,12 +7,9 @@ the cache in which each head of a block is a block:
     cache [P, G, N, 2 D]         view [P', 1, N, 2 D]
     block b, KV head g    ->     block b * per_block + g * per_head
 
-The view begins a block wherever a head's rows may begin. Where heads lie outside tokens these are
-the heads of all blocks, one behind the other; where tokens lie outside heads, blocks of the view
-overlap, and most of them are never named.
-
-Lists of pages are written with these names, so nothing is made of them behind the choice.
-Shape legend as in `kernels/records.py`.
+Where heads lie outside tokens, the view's blocks are the heads of all blocks, one behind the other;
+where tokens lie outside heads, blocks of the view overlap, and most of them are never named. Lists
+of pages are written with these names. Shape legend as in `kernels/records.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slots of a step's tokens, computed for all layers at once.
 
-vLLM computes them for each KV cache group separately. Here every layer is a group, and all layers
-have the same tokens at the same positions: only the block ids differ.
+vLLM computes them for each KV cache group. Here every layer is a group, and all layers have the
+same tokens at the same positions: only the block ids differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAD_SLOT = -1
 
 
 class HostSlots:
-    """Takes the place of `MultiGroupBlockTable.compute_slot_mapping` where the host is the device.
+    """Replaces `MultiGroupBlockTable.compute_slot_mapping` where the host is the device.
 
     Args:
         groups: vLLM's block table of each layer: `block_table.gpu` `[max requests, M]` int32,
@@ -36,8 +36,7 @@ class HostSlots:
     ) -> None:
         """Write every layer's slots, `block id * block size + offset`, and `PAD_SLOT` behind them.
 
-        Args:
-            query_start_loc: `[>= num_reqs + 1]` int32. positions: `[tokens]` int64.
+        `query_start_loc` is `[>= num_reqs + 1]` int32, `positions` `[tokens]` int64.
         """
         count = len(positions)
         starts = query_start_loc.numpy()[: num_reqs + 1]

@@ -47,8 +47,8 @@ class LayerContext:
 
     Attributes:
         computes_log_sum_exp: whether the CPU's attention can keep it for scorers.
-        tracker: the runner's, shared by all layers. layer: index of this one, from the bottom.
-        hooks: of the policy's methods, shared by all layers.
+        tracker, hooks: the runner's and the policy's methods', shared by all layers.
+        layer: index of this one, from the bottom.
         ranks: that share the KV heads; None for one.
         rotary: of this layer; None where it has none.
         trace: writes kept positions, or None; set when the worker's warm-up is over.
@@ -106,11 +106,7 @@ class LayerContext:
     def to_write(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys, values and slots as the layer's table takes them.
-
-        Args:
-            layer: vLLM's. key, value: `[T, G, D]`. slots: vLLM's of the step.
-        """
+        """Return keys and values, `[T, G, D]`, and slots as the layer's table takes them."""
         layout = self.step.layout
         return key, value, slots if layout is None else layout.slots(self.layer, slots)
 
@@ -150,8 +146,7 @@ class LayerContext:
     def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
         """Let methods look at the layer, which has attended; then evict where the step asks for it.
 
-        Args:
-            inputs: as they were before `before_attention`. out: the attention, `[>= T, H, D]`.
+        `inputs` are as they were before `before_attention`; `out` is the attention, `[>= T, H, D]`.
         """
         for hooks in self.hooks.after_attention:
             try:
@@ -221,10 +216,10 @@ def own_inputs(inputs: AttentionInputs, attended: AttentionInputs) -> AttentionI
 
 @dataclass
 class ReaderContext:
-    """The place of a layer that reads another's cache: nothing is gathered from it or evicted.
+    """The place of a layer that reads the cache of layer `of`: nothing is gathered from it or
+    evicted.
 
-    Attributes:
-        of: the layer whose cache it is. is_last: whether no other reads it after this one.
+    `is_last`: no other layer reads it after this one.
     """
 
     of: LayerContext

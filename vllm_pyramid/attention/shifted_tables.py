@@ -5,10 +5,10 @@
     [x][x][x][7][2][9]   skip 3 N     [7][2][9]    length seq_len - skip
 
 vLLM's second runner keeps the tables of all requests, each in its slot; one launch gathers those of
-the step for all layers, shifted, with their lengths. The first runner copies whole tables from the
-host into the step's in every step; the same launch then shifts these in place. Captured graphs read
-the step's tables, whose addresses stay. The skips of all slots stay on the device, too: only those
-that have changed travel.
+the step for all layers, shifted, with their lengths. The first runner copies whole tables into the
+step's in every step; the same launch shifts these in place. Captured graphs read the step's tables,
+whose addresses stay. The skips of all slots stay on the device, too: only those that have changed
+travel.
 
 Shape legend: L layers of this worker that evict, R rows of a step, G tables of a layer: 1, or one
 for each KV head. M entries of a request's table.
@@ -59,16 +59,15 @@ class Slots(NamedTuple):
 class ShiftedTables:
     """Block tables and lengths of every layer of this worker, without the blocks that were skipped.
 
-    `of_runner` takes the place of vLLM's own tensors of the step, so this adds only four numbers a
-    table and request to the device's memory. That matters, because vLLM profiles its memory before
-    any table exists: 80 layers, 1024 requests of 131072 tokens and blocks of 16 tokens have 2.5 GiB
-    of tables.
+    `of_runner` replaces vLLM's tensors of the step, so this adds only four numbers a table and
+    request to the device's memory. vLLM profiles its memory before any table exists: 80 layers,
+    1024 requests of 131072 tokens and blocks of 16 tokens have 2.5 GiB of tables.
 
     Attributes:
         layers: the numbers of this pipeline stage's layers that evict. per_layer: G.
-        tables: what attention reads, L tables `[R_max * G, M / G]` int32. of_runner: what vLLM
-            takes for the step's, L tables of R_max rows: the same memory, but where vLLM fills
-            `[R_max, M]` and G is not 1.
+        tables: what attention reads, L tables `[R_max * G, M / G]` int32.
+        of_runner: what vLLM takes for the step's, L tables of R_max rows: the same memory, except
+            where vLLM fills `[R_max, M]` and G is not 1.
         lens: `[L, R_max * G]` int32.
         max_lens: `[L]` on the host, the longest sequence that each layer attends to in this step;
             None where the host does not know it.
@@ -79,7 +78,6 @@ class ShiftedTables:
     Args:
         max_num_reqs: R_max, and the number of slots.
         shapes: M, the entries of a request's block table, and the tokens of a block, of each layer.
-        device: the device of the attention.
         held: None: vLLM fills the tables of a step.
     """
 
@@ -141,11 +139,7 @@ class ShiftedTables:
         host_lens: npt.NDArray[np.int32] | None,
         slots: Slots | None = None,
     ) -> None:
-        """Write the tables of a step; arguments as of `update`.
-
-        Args:
-            query_starts: `[R + 1]` int32, where the queries of each request begin.
-        """
+        """Write a step's tables, as `update`. `query_starts`, `[R + 1]` int32, are requests'."""
         if (layout := step.layout) is None:
             self.update(seq_lens, step.skips, host_lens, slots=slots)
         else:
@@ -160,14 +154,12 @@ class ShiftedTables:
         *,
         slots: Slots | None = None,
     ) -> None:
-        """Write the step's tables and lengths.
-
-        Must be called once a step: where vLLM fills the tables, a second call would shift the rows
+        """Write the step's tables and lengths, once a step: a second call would shift rows in place
         again.
 
         Args:
             seq_lens: `[R]` int32, 0 in the padding rows of a captured batch.
-            skips: `[tables of all layers that evict, <= R]` int32 on the host; the other rows are
+            skips: `[tables of all layers that evict, <= R]` int32 on the host; other rows are
                 padding.
             host_lens: `[<= R]`, the host's `seq_lens` of the requests with skips; None in a step
                 without real requests, which has no skips.
@@ -251,10 +243,9 @@ class ShiftedTables:
 
 
 def _one_memory(shapes: Sequence[tuple[int, int]], device: torch.device) -> list[torch.Tensor]:
-    """Return tables of zeros in one memory.
+    """Return tables of zeros in one memory, each from a multiple of 16 bytes on.
 
-    Each begins at a multiple of 16 bytes, as a tensor of its own would; otherwise Triton compiles
-    other kernels for it.
+    A tensor by itself begins so; otherwise Triton compiles other kernels for it.
     """
     places = [-(-rows // 4) * 4 * width for rows, width in shapes]
     memory = torch.zeros(sum(places), dtype=torch.int32, device=device)

@@ -7,8 +7,8 @@
 Nothing reads a layer's cache between its attention and the end of the step, so what is evicted is
 the same. It takes layers whose caches are one tensor, and a policy that asks nothing of a single
 layer's moment: no method works beside its evictions, no lengths follow from scores, and its scorers
-can score rows of several layers (`Scorer.queries_at_step_end`). Others evict layer by layer, and so
-do the requests of a step whose queries exceed `QUERIES_BYTES`.
+can score rows of several layers (`Scorer.queries_at_step_end`). Requests of a step whose queries
+exceed `QUERIES_BYTES` are evicted layer by layer, as with other policies.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ class StepEndEviction:
     """The layers of a step that wait for the last one; one object for all layers of a worker.
 
     Args:
-        policy: the engine's. hooks: of its methods.
         queries: the last queries of a request that scorers look at.
-        num_layers: of this worker, not of other pipeline stages; KV heads with block tables of
-            their own are layers here.
-        tables_per_layer: block tables of a layer.
+        num_layers: of this worker, not of other pipeline stages; KV heads with block tables are
+            layers here. tables_per_layer: block tables of a layer.
     """
 
     def __init__(
@@ -95,8 +93,7 @@ class StepEndEviction:
     ) -> None:
         """Keep what a layer's evictions look at; with the last layer, evict from all.
 
-        Args:
-            split: returns the tables of a layer, as layers.
+        `split` returns the tables of a layer, as layers.
         """
         if evictions is not self._evictions:
             self._begin(inputs, evictions)

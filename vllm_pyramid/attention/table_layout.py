@@ -13,11 +13,7 @@ from vllm_pyramid.attention.shifted_tables import HeldTables, ShiftedTables
 
 
 class TableLayout:
-    """One block table for each layer.
-
-    Attributes:
-        tables_per_layer: how many numbers a plan has for a layer.
-    """
+    """One block table for each layer; plans have `tables_per_layer` numbers for a layer."""
 
     def __init__(self, tables_per_layer: int = 1) -> None:
         self.tables_per_layer = tables_per_layer
@@ -41,7 +37,6 @@ class TableLayout:
             layers: the numbers of this worker's layers that evict.
             max_num_reqs, max_num_tokens: of a step.
             shapes: entries of a request in vLLM's table, and tokens of a block, of each layer.
-            held: of `ShiftedTables`.
         """
         return ShiftedTables(layers, max_num_reqs, shapes, device, held)
 

@@ -150,11 +150,21 @@ seeds
     Target: CPUModelRunner._sample, ._bookkeeping_sync.
     Why: seeded requests with chunked prompts end the engine on the CPU. Remove when vLLM turns
     generators back without `set_offset` there.
+new_weights
+    Target: EngineCore.collective_rpc.
+    Why: cached KV of weights that are replaced must be dropped. Remove when vLLM resets the prefix
+    cache when weights change.
+output_processor
+    Target: OutputProcessor.process_outputs, RequestState.queue (vLLM 0.32).
+    Why: tell the client why a request has failed. Remove with vLLM 0.32.
+offloading
+    Target: kv_offload.cpu.manager.CPUOffloadingManager, kv_offload.base.
+    Why: it gives out the slots of host memory. Remove when vLLM has such a table apart from its
+    connectors.
 
 Patches of `engine_args` (with an unsupported vLLM: of `no_policies`) are applied when the plugin
 loads and do nothing without a policy; that of `small_gemm` applies to the CUDA wheel on a CPU; all
-others only with a policy. Subclasses of vLLM's
-extension points (scheduler, worker, attention backend, platform, KV cache spec and manager) stand
-in the folders of their subject. Operators that vLLM's CPU code lacks are in
-`compat/platform/torch_ops.py`.
+others only with a policy. Subclasses of vLLM's extension points (scheduler, worker, attention
+backend, platform, KV cache spec and manager) stand in the folders of their subject. Operators that
+vLLM's CPU code lacks are in `compat/platform/torch_ops.py`.
 """

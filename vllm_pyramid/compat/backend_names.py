@@ -13,10 +13,7 @@ FP8_CACHES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 # Caches of 8 bits with a scale for each token and KV head, stored in the row of its numbers.
-SCALED_ROWS = {
-    "int8_per_token_head": torch.int8,
-    "fp8_per_token_head": torch.float8_e4m3fn,
-}
+SCALED_ROWS = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 CPU_BACKEND = "vllm_pyramid.attention.backend_cpu.PyramidCpuBackend"
 # Ours for CUDA, by the name of the vLLM backend whose kernels they run.
 BACKENDS = {

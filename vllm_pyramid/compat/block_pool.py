@@ -27,12 +27,7 @@ def _replaced(module: ModuleType, name: str, value: Callable[..., Any]) -> Itera
 
 @contextmanager
 def lockstep_coordinator(cls: type[KVCacheCoordinatorNoPrefixCache]) -> Iterator[None]:
-    """Make `KVCacheManager` build `cls` within the context.
-
-    Target: `vllm.v1.core.kv_cache_manager.get_kv_cache_coordinator`. Why: it chooses by prefix
-    caching and group count and has no registry. Remove when a KV cache config or a spec can name
-    its coordinator.
-    """
+    """Make `KVCacheManager` build `cls` within the context: vLLM's factory has no registry."""
 
     def build(*, enable_caching: bool, **kwargs: Any) -> KVCacheCoordinatorNoPrefixCache:
         return cls(**kwargs)  # a request's plan says whether it shares blocks
@@ -45,9 +40,7 @@ def lockstep_coordinator(cls: type[KVCacheCoordinatorNoPrefixCache]) -> Iterator
 def block_pool(make: Callable[..., BlockPool]) -> Iterator[None]:
     """Make coordinators build their block pool with `make` within the context.
 
-    Target: `vllm.v1.core.kv_cache_coordinator.BlockPool`. Why: the managers of the groups get the
-    pool inside the coordinator's constructor. Remove when a coordinator takes its pool as an
-    argument.
+    The managers of the groups get the pool inside the coordinator's constructor.
     """
     with _replaced(kv_cache_coordinator, "BlockPool", make):
         yield

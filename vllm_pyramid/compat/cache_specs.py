@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access specs and managers of the KV cache.
-
-Target: `KVCacheSpecRegistry._ensure_registered`, `SingleTypeKVCacheManager._remove_blocks_in_range`
-and `._null_block`, `Attention._k_scale_float` and `._v_scale_float`,
-`TritonAttentionImpl._ensure_scale_caches`, `._k_scale_cache` and `._is_per_token_head_quant`,
-`unify_kv_cache_spec_page_size` (in vLLM 0.32 in `kv_cache_utils`, in 0.33 in `kv_cache_planning`).
-Why: vLLM registers its own specs only if the registry is still empty, so they must be registered
-first; a request's first blocks are given back like those of a sliding window; the layer object
-holds an attention's scales; vLLM sets the scales of tokens to 1 in a layer's first step, after
-lower layers have written theirs to the memory that they share; vLLM unifies page sizes in the
-engine core, after the worker has used its specs. Remove when they are public.
-"""
+"""Access specs and managers of the KV cache (targets and reasons: the ledger in `compat`)."""
 
 from __future__ import annotations
 
@@ -36,10 +25,8 @@ def return_head(manager: SingleTypeKVCacheManager, request_id: str, num_blocks: 
 def return_blocks(manager: SingleTypeKVCacheManager, request_id: str, entries: range) -> int:
     """Return the blocks in some entries of a request's table to the pool, the deepest first.
 
-    Null blocks take their places, as in `return_head`, whose function takes neighbours alone.
-
-    Returns:
-        How many there were.
+    Null blocks take their places, as in `return_head`, whose function takes neighbours alone. The
+    result is how many there were.
     """
     table = manager.req_to_blocks.get(request_id, [])
     entries = entries[: len(range(entries.start, len(table), entries.step))]
@@ -58,8 +45,8 @@ def scales_of(layer: Any) -> tuple[float, float]:
 def set_scales_of_tokens(layers: Iterable[Any]) -> None:
     """Set the scale of each token to 1 before the first step, for caches with such scales.
 
-    vLLM does it layer by layer when a layer first uses its cache. In memory that layers share, that
-    would overwrite the scales that lower layers have just written.
+    vLLM does it when a layer first uses its cache. In memory that layers share, that would
+    overwrite the scales that lower layers have just written.
     """
     for layer in layers:
         impl: Any = getattr(layer, "impl", None)
@@ -71,8 +58,8 @@ def set_scales_of_tokens(layers: Iterable[Any]) -> None:
 def with_one_page_size(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """Unify the page sizes of specs with vLLM's function, so that all layers share a pool.
 
-    Raises:
-        NotImplementedError: the sizes cannot be unified.
+    vLLM does so in the engine core, after the worker has used its specs. NotImplementedError: they
+    cannot be unified.
     """
     core: Any = import_module("vllm.v1.core.kv_cache_utils")
     if not hasattr(core, "unify_kv_cache_spec_page_size"):

@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learn which tokens of a chat its template has written, where vLLM renders it.
-
-Target: HfRenderer.__init__, .warmup, .render_messages, .render_messages_async, ._wants_offsets,
-._process_tokens, ._process_tokens_async, ._apply_chat_template_async, ._render_with_timeout;
-renderers.hf.safe_apply_chat_template; tokenizer_args_from_config. Why: a rendered prompt does not
-say where its messages are. Remove when renderers return the spans of messages.
-"""
+"""Learn which tokens of a chat its template has written, where vLLM renders it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +11,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 from vllm.renderers.hf import HfRenderer
 from vllm.tokenizers.registry import tokenizer_args_from_config
+
+from vllm_pyramid.compat.wrap import wrap
 
 # Keys of vLLM's prompts: where messages are in the text, and the spans of tokens to keep.
 _CONTENTS, _SPANS = "vllm_pyramid_contents", "vllm_pyramid_spans"
@@ -69,14 +64,8 @@ def why_no_renderer(model_config: Any) -> str | None:
 
 def install(spans: ChatSpans) -> None:
     """Wrap the renderer of templates so that its prompts have spans. Idempotent."""
-    if getattr(HfRenderer, "_vllm_pyramid", False):
-        return
-    init, wants_offsets = HfRenderer.__init__, HfRenderer._wants_offsets
-    render, render_async = HfRenderer.render_messages, HfRenderer.render_messages_async
-    process, process_async = HfRenderer._process_tokens, HfRenderer._process_tokens_async
-    warmup = HfRenderer.warmup
 
-    def new_init(self: Any, config: Any, tokenizer: Any) -> None:
+    def new_init(init: Any, self: Any, config: Any, tokenizer: Any) -> None:
         init(self, config, tokenizer)
         if spans.wanted(config) and not self._can_produce_offsets():
             raise ValueError(
@@ -84,8 +73,7 @@ def install(spans: ChatSpans) -> None:
                 "and this model's is none: leave the flag out"
             )
 
-    @functools.wraps(warmup)
-    def new_warmup(self: Any, chat_params: Any) -> None:
+    def new_warmup(warmup: Any, self: Any, chat_params: Any) -> None:
         if spans.wanted(self.config):  # as text, like requests: by default it makes tokens
             own = chat_params.chat_template_kwargs | {"tokenize": False}
             chat_params = dataclasses.replace(chat_params, chat_template_kwargs=own)
@@ -102,8 +90,7 @@ def install(spans: ChatSpans) -> None:
         text: str = prompt["prompt"]
         return text
 
-    @functools.wraps(render)
-    def render_messages(self: Any, messages: Any, params: Any) -> Any:
+    def render_messages(render: Any, self: Any, messages: Any, params: Any) -> Any:
         rendered: Any = render(self, messages, params)
         conversation, prompt = rendered
         if spans.wanted(self.config):
@@ -117,9 +104,8 @@ def install(spans: ChatSpans) -> None:
             prompt[_CONTENTS] = marked.contents(str(again), text)
         return conversation, prompt
 
-    @functools.wraps(render_async)
-    async def render_messages_async(self: Any, messages: Any, params: Any) -> Any:
-        rendered: Any = await render_async(self, messages, params)
+    async def render_messages_async(render: Any, self: Any, messages: Any, params: Any) -> Any:
+        rendered: Any = await render(self, messages, params)
         conversation, prompt = rendered
         if spans.wanted(self.config):
             text, marked = text_of(prompt), spans.mark(conversation)
@@ -134,7 +120,7 @@ def install(spans: ChatSpans) -> None:
             prompt[_CONTENTS] = marked.contents(str(again), text)
         return conversation, prompt
 
-    def new_wants_offsets(self: Any, prompt: Any, params: Any) -> bool:
+    def new_wants_offsets(wants_offsets: Any, self: Any, prompt: Any, params: Any) -> Any:
         return _CONTENTS in prompt or wants_offsets(self, prompt, params)
 
     def add_spans(self: Any, prompt: Any, engine_input: Any) -> Any:
@@ -149,13 +135,11 @@ def install(spans: ChatSpans) -> None:
             engine_input[_SPANS] = spans.spans(self.config, contents, offsets)
         return engine_input
 
-    @functools.wraps(process)
-    def process_tokens(self: Any, prompt: Any, **kwargs: Any) -> Any:
+    def process_tokens(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:
         return add_spans(self, prompt, process(self, prompt, **kwargs))
 
-    @functools.wraps(process_async)
-    async def process_tokens_async(self: Any, prompt: Any, **kwargs: Any) -> Any:
-        return add_spans(self, prompt, await process_async(self, prompt, **kwargs))
+    async def process_tokens_async(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:
+        return add_spans(self, prompt, await process(self, prompt, **kwargs))
 
     new: dict[str, Any] = {
         "__init__": new_init,
@@ -165,7 +149,6 @@ def install(spans: ChatSpans) -> None:
         "_wants_offsets": new_wants_offsets,
         "_process_tokens": process_tokens,
         "_process_tokens_async": process_tokens_async,
-        "_vllm_pyramid": True,
     }
     for name, function in new.items():
-        setattr(HfRenderer, name, function)
+        wrap(HfRenderer, name, function)

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep settings that no compiled graph depends on out of torch.compile's key.
 
-Target: `VllmConfig.compute_hash`, `startup_plan.compute_plan_fingerprint`,
-`fingerprint.build_system_fingerprint`. Why: vLLM hashes all of `additional_config`, so each change
-of a budget would compile the model anew. vLLM asks an object with `compute_hash` instead, but not a
-dictionary, and models that read keys of their own there read only dictionaries. The two others name
-a measured size of the cache and a server's answers by that hash: they go on with all settings.
-Remove when vLLM asks a dictionary with `compute_hash` for it, and the two others have hashes of
-their own.
+vLLM hashes all of `additional_config`, so each change of a budget would compile the model anew. It
+asks an object with `compute_hash` instead, but not a dictionary, and some models read keys from it
+as from a dictionary. The fingerprints of a measured cache size and of a server's answers use the
+same hash: they still cover all settings.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -21,15 +17,17 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from vllm_pyramid.compat.wrap import wrap
+
 
 class SettingsWithKey(dict[str, Any]):
-    """An `additional_config` that says what of it compiled graphs depend on.
+    """An `additional_config` whose hash covers only what compiled graphs depend on.
 
     It is a dictionary in all other respects. A copy made by `{**settings}` is an ordinary one, of
     which vLLM hashes everything.
 
     Attributes:
-        of_graph: what is hashed in its place, as JSON values.
+        of_graph: what is hashed, as JSON values.
     """
 
     of_graph: dict[str, Any]
@@ -41,8 +39,7 @@ class SettingsWithKey(dict[str, Any]):
     def compute_hash(self) -> str:
         """Return the hash of `of_graph`.
 
-        vLLM's configuration takes an object with this function as it is, and would make an ordinary
-        dictionary of another when it derives one configuration from another.
+        An object with this function also survives when vLLM derives one configuration from another.
         """
         return hashlib.sha256(json.dumps(self.of_graph, sort_keys=True).encode()).hexdigest()
 
@@ -70,35 +67,23 @@ class _Whole:
 _stock_hash = VllmConfig.compute_hash
 
 
-def _hash_of_graph(self: VllmConfig, include_version: bool = True) -> str:
+def _hash_of_graph(stock: Any, self: VllmConfig, include_version: bool = True) -> Any:
     """Return vLLM's hash of a configuration, with that of `of_graph` for the settings."""
-    settings = self.additional_config
-    if not isinstance(settings, SettingsWithKey):
-        return _stock_hash(self, include_version)
-    narrowed = copy.copy(self)
-    narrowed.additional_config = _OfGraph(settings)
-    return _stock_hash(narrowed, include_version)
+    if isinstance(settings := self.additional_config, SettingsWithKey):
+        self = copy.copy(self)
+        self.additional_config = _OfGraph(settings)
+    return stock(self, include_version)
 
 
-def _with_whole(function: Any) -> Any:
-    @functools.wraps(function)
-    def with_whole(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(_Whole(vllm_config), *args, **kwargs)
-
-    return with_whole
+def _with_whole(function: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(_Whole(vllm_config), *args, **kwargs)
 
 
 def install() -> None:
-    """Let vLLM hash `SettingsWithKey` by what it says. Idempotent.
-
-    Without it, vLLM hashes all settings, as it does those of everyone.
-    """
-    if VllmConfig.compute_hash is _hash_of_graph:
-        return
+    """Let vLLM hash `SettingsWithKey` by its `of_graph`. Idempotent."""
     from vllm.entrypoints.serve.utils import fingerprint
     from vllm.v1.worker import startup_plan
 
-    plans, answers = startup_plan.compute_plan_fingerprint, fingerprint.build_system_fingerprint
-    startup_plan.compute_plan_fingerprint = _with_whole(plans)
-    fingerprint.build_system_fingerprint = _with_whole(answers)
-    VllmConfig.compute_hash = _hash_of_graph  # type: ignore[method-assign]
+    wrap(startup_plan, "compute_plan_fingerprint", _with_whole)
+    wrap(fingerprint, "build_system_fingerprint", _with_whole)
+    wrap(VllmConfig, "compute_hash", _hash_of_graph)

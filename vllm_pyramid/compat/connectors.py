@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register our KV connector with vLLM.
-
-Target: `KVConnectorFactory._registry`. Why: to ask whether a connector is registered already, as
-the plugin may be loaded twice. Remove when vLLM's function is idempotent.
-"""
+"""Register our KV connector with vLLM, once even if the plugin is loaded twice."""
 
 from __future__ import annotations
 

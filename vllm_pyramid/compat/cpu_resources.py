@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory, cores and units of the host that this process may use.
 
-Target: `vllm.utils.cpu_resource_utils`: get_cgroup_memory_limit, get_cgroup_memory_usage,
-get_allowed_cpu_list, get_visible_memory_node, get_memory_node_info. Why: a container's limit is
-below the machine's memory, and vLLM sizes its own share by that limit; cores and nodes must be the
-same that vLLM's worker will find. `torch.cpu._is_amx_tile_supported` decides in vLLM how attention
-packs K. Remove when vLLM reports free memory.
+A container's limit is below the machine's memory, and cores and nodes must be the same that vLLM's
+worker will find. vLLM's attention packs K by whether the processor has AMX tiles.
 """
 
 from __future__ import annotations
@@ -46,10 +43,7 @@ def free_by_node() -> list[int]:
 
 
 def memory_of_worker_node(workers: int) -> tuple[int, int, int]:
-    """Return the size of this worker's memory node and its free bytes, and who shares them.
-
-    The third number is how many of this machine's `workers` share the node.
-    """
+    """Return this worker's memory node: its bytes, its free bytes, how many `workers` share it."""
     nodes = get_visible_memory_node()
     node = get_allowed_cpu_list()[0].numa_node
     info = get_memory_node_info(node if node in nodes else nodes[0])

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft models under vLLM's first model runner, with a block table for each of their layers.
 
-Target: `GPUModelRunner.drafter`; of `SpecDecodeBaseProposer` `._draft_attn_layer_names`,
-`.draft_attn_groups`, `.kv_cache_gid`, `.initialize_attn_backend`, `.validate_same_kv_cache_group`,
-`.build_per_group_and_layer_attn_metadata`, `._get_slot_mapping`, `._get_positions`. Why: the
-proposer requires all its layers in one KV cache group, and takes the tables of a standalone draft
-model from the first group, which is the target's. Remove when proposers ask for the tables of each
-group, as the second runner's do.
+vLLM's proposer requires all its layers in one KV cache group, and takes the tables of a standalone
+draft model from the first group, which is the target's.
 """
 
 from __future__ import annotations
@@ -88,11 +84,7 @@ class LayerwiseProposer:
     def build_per_group_and_layer_attn_metadata(
         self, common_attn_metadata: Any, draft_index: int = 0
     ) -> tuple[list[object], dict[str, object]]:
-        """Build each layer's metadata from its own table.
-
-        Args:
-            common_attn_metadata: with the table of the first layer.
-        """
+        """Build each layer's metadata from its table; the argument has the first layer's."""
         all_metadata, by_layer = [], {}
         for group in self.draft_attn_groups:
             (name,) = group.layer_names

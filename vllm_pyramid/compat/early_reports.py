@@ -1,53 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep a report that comes before a request ends, for an answer that a stop string ends.
 
-Target: `RequestState.make_request_output`. Why: the front end finds stop strings and answers before
-the engine core knows of it, so the report of the end comes too late. Remove when vLLM's detokenizer
-runs in the engine core.
+The front end finds stop strings and answers before the engine core knows of it, so the report of
+the end comes too late.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from vllm.v1.engine.output_processor import RequestState
+
+from vllm_pyramid.compat.wrap import wrap
 
 _REPORT = "vllm_pyramid_report"
 
 
 def install() -> None:
     """Wrap `make_request_output` so that it keeps early reports. Idempotent."""
-    if getattr(RequestState, "_vllm_pyramid", False):
-        return
-    original = RequestState.make_request_output
+    wrap(RequestState, "make_request_output", _make_request_output)
 
-    @functools.wraps(original)
-    def make_request_output(
-        self: Any,
-        new_token_ids: list[int],
-        pooling_output: Any,
-        finish_reason: Any,
-        stop_reason: Any,
-        kv_transfer_params: dict[str, Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if finish_reason is None and kv_transfer_params is not None:
-            setattr(self, _REPORT, kv_transfer_params)
-            kv_transfer_params = None
-        elif finish_reason is not None and kv_transfer_params is None:
-            kv_transfer_params = getattr(self, _REPORT, None)
-        return original(
-            self,
-            new_token_ids,
-            pooling_output,
-            finish_reason,
-            stop_reason,
-            kv_transfer_params,
-            *args,
-            **kwargs,
-        )
 
-    RequestState.make_request_output = make_request_output  # type: ignore[method-assign]
-    RequestState._vllm_pyramid = True  # type: ignore[attr-defined]
+def _make_request_output(
+    original: Any,
+    self: Any,
+    new_token_ids: list[int],
+    pooling_output: Any,
+    finish_reason: Any,
+    stop_reason: Any,
+    kv_transfer_params: dict[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if finish_reason is None and kv_transfer_params is not None:
+        setattr(self, _REPORT, kv_transfer_params)
+        kv_transfer_params = None
+    elif finish_reason is not None and kv_transfer_params is None:
+        kv_transfer_params = getattr(self, _REPORT, None)
+    made = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
+    return original(self, *made, *args, **kwargs)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the front end add flags to vLLM's engine arguments and adjust the configuration.
-
-Target: `EngineArgs.add_cli_args`, `.create_engine_config`, `.create_model_config`, and
-`parse_known_args` of the parsers that get our flags. Why: vLLM has no hook through which a plugin
-adds engine arguments or adjusts the finished configuration. Remove when it has one.
-"""
+"""Let the front end add flags to vLLM's engine arguments and adjust the configuration."""
 
 from __future__ import annotations
 
@@ -15,6 +10,8 @@ from typing import Any, Protocol
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_pyramid.compat.wrap import wrap
+
 # Arguments that hooks may change for the one engine.
 _CHANGED = (
     *("additional_config", "async_scheduling", "dtype", "enable_prefix_caching"),
@@ -23,31 +20,22 @@ _CHANGED = (
 
 
 class ConfigHooks(Protocol):
-    """Hooks that run while vLLM builds the configuration of one engine with a policy."""
+    """Hooks that run while vLLM builds the configuration of one engine with a policy.
+
+    Each raises ValueError naming the flag to change.
+    """
 
     def prepare_args(self, args: EngineArgs) -> None:
-        """Check and change the arguments before vLLM resolves its defaults.
-
-        Raises:
-            ValueError: naming the flag to change.
-        """
+        """Check and change the arguments before vLLM resolves its defaults."""
 
     def prepare_for_model(self, args: EngineArgs, model_config: ModelConfig) -> bool:
         """Check and change the arguments once the model's configuration has been read.
 
-        Returns:
-            Whether the arguments changed, so that `model_config` has to be made again.
-
-        Raises:
-            ValueError: naming the flag to change.
+        Returns whether they changed, so that `model_config` has to be made again.
         """
 
     def finish_config(self, config: VllmConfig) -> None:
-        """Check the finished configuration and put the policy's classes in place.
-
-        Raises:
-            ValueError: naming the flag to change.
-        """
+        """Check the finished configuration and put the policy's classes in place."""
 
 
 class FrontEnd(Protocol):
@@ -57,11 +45,7 @@ class FrontEnd(Protocol):
         """Add flags to a parser of engine arguments; called once per parser."""
 
     def take_flags(self, namespace: argparse.Namespace) -> None:
-        """Read the flags from what was parsed.
-
-        Raises:
-            ValueError: a wrong value; the parser answers with exit status 2.
-        """
+        """Read the parsed flags; on a ValueError the parser answers with exit status 2."""
 
     def hooks_for(self, args: EngineArgs) -> ConfigHooks | None:
         """Return the hooks of an engine that is being configured; None without a policy."""
@@ -90,20 +74,15 @@ def _add_flags(parser: argparse.ArgumentParser, front_end: FrontEnd) -> None:
 
 def install(front_end: FrontEnd) -> None:
     """Wrap vLLM's functions so that they call `front_end`. Idempotent."""
-    if getattr(EngineArgs, "_vllm_pyramid", False):
-        return
-    add_cli_args = EngineArgs.add_cli_args
-    create_engine_config = EngineArgs.create_engine_config
-    create_model_config = EngineArgs.create_model_config
 
-    @functools.wraps(add_cli_args)
-    def add_cli_args_with_policy(parser: Any) -> Any:
+    def add_cli_args_with_policy(add_cli_args: Any, parser: Any) -> Any:
         parser = add_cli_args(parser)
         _add_flags(parser, front_end)
         return parser
 
-    @functools.wraps(create_engine_config)
-    def create_engine_config_with_policy(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+    def create_engine_config_with_policy(
+        create_engine_config: Any, self: EngineArgs, *args: Any, **kwargs: Any
+    ) -> Any:
         hooks = front_end.hooks_for(self)
         if hooks is None:
             config = create_engine_config(self, *args, **kwargs)
@@ -119,15 +98,13 @@ def install(front_end: FrontEnd) -> None:
         hooks.finish_config(config)
         return config
 
-    @functools.wraps(create_model_config)
-    def create_model_config_with_policy(self: EngineArgs) -> ModelConfig:
+    def create_model_config_with_policy(create_model_config: Any, self: EngineArgs) -> Any:
         model_config = create_model_config(self)
         hooks = front_end.hooks_for(self)
         if hooks is not None and hooks.prepare_for_model(self, model_config):
             model_config = create_model_config(self)
         return model_config
 
-    EngineArgs.create_model_config = create_model_config_with_policy  # type: ignore[method-assign]
-    EngineArgs.add_cli_args = staticmethod(add_cli_args_with_policy)  # type: ignore[method-assign]
-    EngineArgs.create_engine_config = create_engine_config_with_policy  # type: ignore[method-assign]
-    EngineArgs._vllm_pyramid = True  # type: ignore[attr-defined]
+    wrap(EngineArgs, "create_model_config", create_model_config_with_policy)
+    wrap(EngineArgs, "add_cli_args", add_cli_args_with_policy)
+    wrap(EngineArgs, "create_engine_config", create_engine_config_with_policy)

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show finished requests to the front end, and let it ask whether an engine is idle.
 
-Target: `InputProcessor.assign_request_id`, `OutputProcessor.add_request`, `.process_outputs`,
-`.request_states` and what they hold (`prompt_token_ids`, `detokenizer.output_token_ids`,
-`logprobs_processor.cumulative_logprob`), `AsyncLLM.output_processor`. Why: sampled answers are
-replayed with the whole cache (--kv-shadow). Remove when a plugin can see finished requests.
-
 A note of a request follows the engine's own id, never the client's, which two requests may share:
 it is kept by object until vLLM has given the id, and then with the state that ends with the
 request.
@@ -13,13 +8,14 @@ request.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+
+from vllm_pyramid.compat.wrap import wrap
 
 _NOTE = "vllm_pyramid_note"
 # Requests that are noted and have not reached the engine; more of them were never sent.
@@ -70,88 +66,74 @@ def note(request: EngineCoreRequest, value: Any) -> None:
 
 
 def install(observer: Observer) -> None:
-    """Tell `observer` of noted requests of this process that end with a report.
-
-    A later observer replaces an earlier one.
-    """
+    """Tell `observer`, from now on alone, of noted requests that end with a report."""
     global _observer
-    is_installed, _observer = _observer is not None, observer
-    if not is_installed:
-        _follow_names()
-        _show_ends()
+    _observer = observer
+    wrap(InputProcessor, "assign_request_id", _assign_and_note)
+    wrap(OutputProcessor, "add_request", _add_noted_request)
+    wrap(OutputProcessor, "process_outputs", _process_outputs_and_show)
 
 
-def _follow_names() -> None:
-    """Wrap what gives a request its id, and what makes its state in the front end."""
-    assign_request_id = InputProcessor.assign_request_id
-    add_request = OutputProcessor.add_request
-
-    @functools.wraps(assign_request_id)
-    def assign_and_note(request: EngineCoreRequest) -> None:
-        assign_request_id(request)
-        _, value = _unnamed.pop(id(request), (None, None))
-        _unsent.pop(request.request_id, None)
-        if value is not None:
-            _unsent[request.request_id] = value
-            if len(_unsent) > _MAX_UNSENT:
-                _unsent.popitem(last=False)
-
-    @functools.wraps(add_request)
-    def add_noted_request(
-        self: OutputProcessor,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        parent_req: Any = None,
-        request_index: int = 0,
-        *args: Any,
-        **kw: Any,
-    ) -> None:
-        add_request(self, request, prompt, parent_req, request_index, *args, **kw)
-        own = request.request_id if parent_req is None else parent_req.request_id
-        if (value := _unsent.get(own)) is None:
-            return
-        setattr(self.request_states[request.request_id], _NOTE, value)
-        if parent_req is None or request_index == parent_req.sampling_params.n - 1:
-            del _unsent[own]
-
-    InputProcessor.assign_request_id = staticmethod(assign_and_note)  # type: ignore[method-assign]
-    OutputProcessor.add_request = add_noted_request  # type: ignore[method-assign]
+def _assign_and_note(assign_request_id: Any, request: EngineCoreRequest) -> None:
+    assign_request_id(request)
+    _, value = _unnamed.pop(id(request), (None, None))
+    _unsent.pop(request.request_id, None)
+    if value is not None:
+        _unsent[request.request_id] = value
+        if len(_unsent) > _MAX_UNSENT:
+            _unsent.popitem(last=False)
 
 
-def _show_ends() -> None:
-    """Wrap what takes the outputs of the engine."""
-    process_outputs = OutputProcessor.process_outputs
+def _add_noted_request(
+    add_request: Any,
+    self: OutputProcessor,
+    request: EngineCoreRequest,
+    prompt: str | None,
+    parent_req: Any = None,
+    request_index: int = 0,
+    *args: Any,
+    **kw: Any,
+) -> None:
+    add_request(self, request, prompt, parent_req, request_index, *args, **kw)
+    own = request.request_id if parent_req is None else parent_req.request_id
+    if (value := _unsent.get(own)) is None:
+        return
+    setattr(self.request_states[request.request_id], _NOTE, value)
+    if parent_req is None or request_index == parent_req.sampling_params.n - 1:
+        del _unsent[own]
 
-    @functools.wraps(process_outputs)
-    def process_outputs_and_show(
-        self: OutputProcessor, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kw: Any
-    ) -> Any:
-        told, ended = _observer, []
-        assert told is not None
-        for output in engine_core_outputs:
-            report = output.kv_transfer_params
-            if output.finish_reason is None or not isinstance(report, dict):
-                continue
-            state = self.request_states.get(output.request_id)
-            if (value := getattr(state, _NOTE, None)) is not None:
-                told.on_finishing(value, report)
-                ended.append((state, value, dict(report)))
-        result = process_outputs(self, engine_core_outputs, *args, **kw)
-        for state, value, report in ended:
-            assert state is not None
-            if state.detokenizer is None or state.prompt_token_ids is None:
-                continue
-            logprobs = state.logprobs_processor
-            finished = FinishedRequest(
-                list(state.prompt_token_ids),
-                list(state.detokenizer.output_token_ids),
-                None if logprobs is None else logprobs.cumulative_logprob,
-                report,
-            )
-            told.on_finished(value, finished)
-        return result
 
-    OutputProcessor.process_outputs = process_outputs_and_show  # type: ignore[method-assign]
+def _process_outputs_and_show(
+    process_outputs: Any,
+    self: OutputProcessor,
+    engine_core_outputs: list[EngineCoreOutput],
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    told, ended = _observer, []
+    assert told is not None
+    for output in engine_core_outputs:
+        report = output.kv_transfer_params
+        if output.finish_reason is None or not isinstance(report, dict):
+            continue
+        state = self.request_states.get(output.request_id)
+        if (value := getattr(state, _NOTE, None)) is not None:
+            told.on_finishing(value, report)
+            ended.append((state, value, dict(report)))
+    result = process_outputs(self, engine_core_outputs, *args, **kw)
+    for state, value, report in ended:
+        assert state is not None
+        if state.detokenizer is None or state.prompt_token_ids is None:
+            continue
+        logprobs = state.logprobs_processor
+        finished = FinishedRequest(
+            list(state.prompt_token_ids),
+            list(state.detokenizer.output_token_ids),
+            None if logprobs is None else logprobs.cumulative_logprob,
+            report,
+        )
+        told.on_finished(value, finished)
+    return result
 
 
 def is_idle(engine_client: Any) -> bool:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of many tensors in one launch.
-
-Target: `torch._foreach_copy_`. Why: torch has no public name for it, and a copy for each layer is a
-launch for each. Remove when it has one.
-"""
+"""Copies of many tensors in one launch."""
 
 from __future__ import annotations
 

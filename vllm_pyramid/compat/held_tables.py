@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block tables of all requests in host memory that the device reads, under vLLM's second runner.
 
-Target: `gpu.buffer_utils.StagedWriteTensor`, `BlockTables.block_tables`,
-`.init_block_table_layout_tensors`. Why: with a group for each of 32 layers these tables take 1 GiB
-of the device, as much as those of a step, and a step reads of each row only what its layer keeps.
-Remove when `BlockTables` can hold them on the host.
+With a group for each of 32 layers these tables take 1 GiB, as much as those of a step, and a step
+reads of each row only what its layer keeps.
 """
 
 from __future__ import annotations
@@ -22,12 +20,9 @@ def has_host_tables() -> bool:
 
 
 def hold_on_host(block_tables: Any, groups: Sequence[int]) -> None:
-    """Move the tables of all requests, which are still empty, to the host, where that is possible.
+    """Move the tables of these KV cache groups, which are still empty, to the host, where possible.
 
     Staged writes and slots go by the same addresses as before: kernels write and read them there.
-
-    Args:
-        block_tables: vLLM's, just made. groups: the KV cache groups whose tables move.
     """
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check requests where vLLM turns a client's request into the engine's.
 
-Target: `InputProcessor.process_inputs`. Why: mistakes in `vllm_xargs` would otherwise be found
-in the engine core, where an exception ends the engine instead of the request. Remove when plugins
-can validate requests.
+In the engine core a mistake in `vllm_xargs` would end the engine instead of the request.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.config import ModelConfig
@@ -18,40 +14,27 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.compat.chat_renderer import spans_of
+from vllm_pyramid.compat.wrap import wrap
 
 
 class RequestChecks(Protocol):
-    """Checks of requests: `process_inputs` calls both functions in turn."""
+    """Checks of requests, called in turn; a VLLMValidationError is answered with status 400."""
 
     def before(
         self, processor: InputProcessor, params: Any, template: list[int] | None, *, resumable: bool
     ) -> tuple[Any, Any]:
         """Check the parameters before the prompt is tokenised.
 
-        Args:
-            template: the spans of a chat's template that the server keeps; None for other prompts.
-
-        Returns:
-            What goes to `after`, and the parameters with which the request goes on.
-
-        Raises:
-            VLLMValidationError: the client is answered with status 400.
+        `template` has the spans of a chat's template that the server keeps; None for other prompts.
+        Returns what goes to `after`, and the parameters with which the request goes on.
         """
 
     def after(self, processor: InputProcessor, request: EngineCoreRequest, found: Any) -> None:
-        """Check the engine's request, whose prompt has been tokenised.
-
-        Raises:
-            VLLMValidationError: the client is answered with status 400.
-        """
+        """Check the engine's request, whose prompt has been tokenised."""
 
 
 def check_whole(resumable: bool) -> None:
-    """Refuse streaming input, a prompt that comes in pieces.
-
-    Raises:
-        VLLMValidationError: the request is one of these.
-    """
+    """Refuse streaming input, a prompt that comes in pieces."""
     if resumable:
         raise VLLMValidationError(
             "streaming input does not work with a KV policy: the prompt would grow after its "
@@ -65,9 +48,6 @@ def check_images(model_config: ModelConfig, request: Any) -> None:
 
     Attention to later tokens does not work with chunks that end at an eviction, and the CPU has no
     kernel for it.
-
-    Raises:
-        VLLMValidationError: the request has such inputs.
     """
     if request.mm_features and model_config.is_mm_prefix_lm:
         raise VLLMValidationError(
@@ -84,13 +64,9 @@ def api_servers(parallel_config: Any) -> int:
 
 def install(checks: RequestChecks) -> None:
     """Wrap `process_inputs` so that it calls `checks`. Idempotent."""
-    if getattr(InputProcessor, "_vllm_pyramid", False):
-        return
-    # `Callable[...]`: the arguments between `params` and `resumable` are passed on as they are.
-    process_inputs: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 
-    @functools.wraps(process_inputs)
     def process_checked_inputs(
+        process_inputs: Any,
         self: InputProcessor,
         request_id: str,
         prompt: Any,
@@ -98,7 +74,7 @@ def install(checks: RequestChecks) -> None:
         *args: Any,
         resumable: bool = False,
         **kwargs: Any,
-    ) -> EngineCoreRequest:
+    ) -> Any:
         found, params = checks.before(self, params, spans_of(prompt), resumable=resumable)
         request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs
@@ -106,5 +82,4 @@ def install(checks: RequestChecks) -> None:
         checks.after(self, request, found)
         return request
 
-    InputProcessor.process_inputs = process_checked_inputs  # type: ignore[method-assign]
-    InputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]
+    wrap(InputProcessor, "process_inputs", process_checked_inputs)

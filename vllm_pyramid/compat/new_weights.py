@@ -2,18 +2,17 @@
 """Forget what was computed with weights that an engine no longer has.
 
 Target: `EngineCore.collective_rpc`. Why: `reload_weights` and updates of weights are calls of the
-workers, of which vLLM tells no scheduler; prefixes, sessions, the host cache and its folder would
-go on with the KV of other weights, beyond a restart. Remove when vLLM resets the prefix cache when
-weights change.
+workers that no scheduler sees; prefixes, sessions and the host cache would go on with the KV of
+other weights, beyond a restart. Remove when vLLM resets the prefix cache when weights change.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
+
+from vllm_pyramid.compat.wrap import wrap
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -28,21 +27,17 @@ def install() -> None:
     """Reset the prefix cache of a policy's scheduler behind `METHODS`. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
-    if getattr(EngineCore, "_vllm_pyramid_weights", False):
-        return
-    # `Callable[...]`: the arguments behind `method` are passed on as they are.
-    collective_rpc: Callable[..., list[Any]] = EngineCore.collective_rpc
+    wrap(EngineCore, "collective_rpc", _collective_rpc_and_reset)
 
-    @functools.wraps(collective_rpc)
-    def collective_rpc_and_reset(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        changes = isinstance(method, str) and method in METHODS
-        changes = changes and hasattr(self.scheduler, "pyramid")
-        try:
-            return collective_rpc(self, method, *args, **kwargs)
-        finally:
-            if changes:  # a call that has failed may have changed some of them
-                self.scheduler.reset_prefix_cache(reset_running_requests=True)
-                logger.info("%s: dropped all KV that was computed with the old weights", method)
 
-    EngineCore.collective_rpc = collective_rpc_and_reset  # type: ignore[method-assign]
-    EngineCore._vllm_pyramid_weights = True  # type: ignore[attr-defined]
+def _collective_rpc_and_reset(
+    collective_rpc: Any, self: Any, method: Any, *args: Any, **kwargs: Any
+) -> Any:
+    changes = isinstance(method, str) and method in METHODS
+    changes = changes and hasattr(self.scheduler, "pyramid")
+    try:
+        return collective_rpc(self, method, *args, **kwargs)
+    finally:
+        if changes:  # a call that has failed may have changed some of them
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            logger.info("%s: dropped all KV that was computed with the old weights", method)

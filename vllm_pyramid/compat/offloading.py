@@ -3,10 +3,9 @@
 
 Target: `vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager`, `vllm.v1.kv_offload.base`. Why: the
 manager knows which key lives in which slot, which slots are being read, and which was used least
-recently; it is written for a KV connector, which a policy refuses. Its transfers are asynchronous.
-Ours belong to a step (`kv_cache/host_cache.py`), so a stored key can be loaded at once. Loaded
-after start-up, since vLLM imports its connectors along. Remove when vLLM has such a table apart
-from its connectors.
+recently; it is written for a KV connector. Its transfers are asynchronous. Ours belong to a step
+(`kv_cache/host_cache.py`), so a stored key can be loaded at once. Loaded after start-up, since vLLM
+imports its connectors along. Remove when vLLM has such a table apart from its connectors.
 """
 
 from __future__ import annotations
@@ -16,12 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Stored(NamedTuple):
-    """What `SlotTable.store` has done.
-
-    Attributes:
-        slots: the slot of each key.
-        evicted: the stems (see `key_of`) of the keys that had to go.
-    """
+    """The slot of each key, and the stems (see `key_of`) of the keys that had to go."""
 
     slots: list[int]
     evicted: list[bytes]
@@ -37,7 +31,7 @@ class SlotTable:
         self._base = base
         self._manager = CPUOffloadingManager(num_slots, cache_policy="lru")
         self._hit = base.LookupResult.HIT
-        self._looks = base.ReqContext("host cache")  # lookups and uses leave nothing in it
+        self._context = base.ReqContext("host cache")  # lookups and uses leave nothing in it
 
     def key_of(self, stem: bytes, part: int = 0) -> Any:
         """Return the key of one part of what `stem` names."""
@@ -45,14 +39,10 @@ class SlotTable:
 
     def has(self, key: Any) -> bool:
         """Return whether a key has a slot."""
-        return self._manager.lookup(key, self._looks) is self._hit
+        return self._manager.lookup(key, self._context) is self._hit
 
     def store(self, keys: Sequence[Any]) -> Stored | None:
-        """Give slots to keys that have none; all or nothing.
-
-        Returns:
-            None if there are too few slots that are not being read.
-        """
+        """Give slots to keys that have none; None if too few slots are free of reads."""
         context = self._base.ReqContext("host cache")
         output: Any = self._manager.prepare_store(keys, context)
         if output is None:
@@ -72,11 +62,11 @@ class SlotTable:
 
     def unpin(self, keys: Sequence[Any]) -> None:
         """Let the slots of keys be given to others again."""
-        self._manager.complete_load(keys, self._looks)
+        self._manager.complete_load(keys, self._context)
 
     def touch(self, keys: Sequence[Any]) -> None:
         """Make keys the last to go, the first of them last of all."""
-        self._manager.touch(keys, self._looks)
+        self._manager.touch(keys, self._context)
 
     def clear(self) -> None:
         """Forget all keys."""

@@ -2,20 +2,21 @@
 """Answer a request that has ended with an error with the reason.
 
 Target: `OutputProcessor.process_outputs`, `RequestState.queue`. Why: vLLM 0.32 sends no reason from
-the engine core, so the server answers "Internal server error" with status 500; ours travels as the
-output's `stop_reason`, and is raised here where the server waits for the request. vLLM 0.33 has
-`EngineCoreOutput.error` and does it by itself. Remove with vLLM 0.32.
+the engine core, and answers "Internal server error"; ours travels as the output's `stop_reason`,
+and is raised where the server waits for the request. Remove with vLLM 0.32: 0.33 has
+`EngineCoreOutput.error`.
 """
 
 from __future__ import annotations
 
-import functools
 from http import HTTPStatus
 from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
+
+from vllm_pyramid.compat.wrap import wrap
 
 
 class RequestFailedError(GenerationError, GracefulHTTPError):
@@ -28,27 +29,27 @@ class RequestFailedError(GenerationError, GracefulHTTPError):
 
 def install() -> None:
     """Wrap `process_outputs` so that it raises reasons. Idempotent."""
-    if getattr(OutputProcessor, "_vllm_pyramid", False) or vllm_sends_reasons():
-        return
-    process_outputs = OutputProcessor.process_outputs
+    if not vllm_sends_reasons():
+        wrap(OutputProcessor, "process_outputs", _process_outputs_and_errors)
 
-    @functools.wraps(process_outputs)
-    def process_outputs_and_errors(
-        self: OutputProcessor, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kw: Any
-    ) -> Any:
-        failed = []
-        for output in engine_core_outputs:
-            if output.finish_reason == FinishReason.ERROR and isinstance(output.stop_reason, str):
-                state = self.request_states.get(output.request_id)
-                if state is not None and state.queue is not None:
-                    failed.append((state.queue, output.stop_reason))
-        result = process_outputs(self, engine_core_outputs, *args, **kw)
-        for queue, reason in failed:
-            queue.put(RequestFailedError(reason))  # in place of what vLLM has put there just now
-        return result
 
-    OutputProcessor.process_outputs = process_outputs_and_errors  # type: ignore[method-assign]
-    OutputProcessor._vllm_pyramid = True  # type: ignore[attr-defined]
+def _process_outputs_and_errors(
+    process_outputs: Any,
+    self: OutputProcessor,
+    engine_core_outputs: list[EngineCoreOutput],
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    failed = []
+    for output in engine_core_outputs:
+        if output.finish_reason == FinishReason.ERROR and isinstance(output.stop_reason, str):
+            state = self.request_states.get(output.request_id)
+            if state is not None and state.queue is not None:
+                failed.append((state.queue, output.stop_reason))
+    result = process_outputs(self, engine_core_outputs, *args, **kw)
+    for queue, reason in failed:
+        queue.put(RequestFailedError(reason))  # in place of what vLLM has put there just now
+    return result
 
 
 def vllm_sends_reasons() -> bool:

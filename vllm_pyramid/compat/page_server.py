@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add routes and a middleware to vLLM's API server, and let them ask the scheduler for its state.
-
-Target: `vllm.entrypoints.launchers.app.attach_endpoint_plugins`, which is called when all routes of
-the server are in place; a method that is added to `EngineCore`, which front ends call as they call
-its others; `AsyncMPClient.call_utility_all_async`; `AsyncLLM.input_processor`. Why: vLLM loads
-plugins with endpoints only where `VLLM_PLUGINS` names them, and then no others. Remove when a
-plugin can add routes by a flag.
-"""
+"""Add routes and a middleware to vLLM's API server, which may ask the scheduler for its state."""
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from vllm_pyramid.compat.wrap import wrap
 
 _PAGE = "vllm_pyramid_page"
 
@@ -26,32 +20,23 @@ def is_server() -> bool:
 
 
 def install(attach: Callable[[Any, Mapping[str, Any]], None]) -> None:
-    """Call `attach` when the API server of this process is built. Idempotent.
+    """Call `attach` with the application and its settings when this process builds its API server.
 
-    Args:
-        attach: called with the application and the settings that it was started with.
-
-    Raises:
-        ValueError: this vLLM has no place for it.
+    Idempotent. ValueError: this vLLM has no place for it.
     """
+
+    def attach_page_too(original: Any, app: Any, *args: Any, **kwargs: Any) -> None:
+        original(app, *args, **kwargs)
+        attach(app, settings_of(app.state.args))
+
     try:
         from vllm.entrypoints.launchers import app as module
 
-        attach_endpoint_plugins = module.attach_endpoint_plugins
+        wrap(module, "attach_endpoint_plugins", attach_page_too)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"--kv-page does not work with this vLLM ({error}): leave it out"
         ) from None
-    if getattr(attach_endpoint_plugins, "_vllm_pyramid", False):
-        return
-
-    @functools.wraps(attach_endpoint_plugins)
-    def attach_page_too(app: Any, *args: Any, **kwargs: Any) -> None:
-        attach_endpoint_plugins(app, *args, **kwargs)
-        attach(app, settings_of(app.state.args))
-
-    attach_page_too._vllm_pyramid = True  # type: ignore[attr-defined]
-    module.attach_endpoint_plugins = attach_page_too
 
 
 def settings_of(args: Namespace) -> Mapping[str, Any]:
@@ -71,11 +56,7 @@ def install_engine() -> None:
 
 
 async def ask_engines(engine_client: Any) -> list[dict[str, Any]]:
-    """Return `page_data` of every engine of a front end, in the engines' order.
-
-    Raises:
-        RuntimeError: the engines run in this process, or have ended.
-    """
+    """Return `page_data` of each engine of a front end; RuntimeError: it has no such call."""
     ask = getattr(engine_client.engine_core, "call_utility_all_async", None)
     if ask is None:
         raise RuntimeError("the engine runs in the front end's process, which has no such call")

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the bodies of HTTP requests where vLLM makes parameters of them.
 
-Target: `to_sampling_params` and `to_beam_search_params` of the requests of completions, chats and
-responses; `AnthropicServingMessages.create_messages`, whose requests do not remember the keys that
-vLLM does not know. Why: vLLM ignores unknown keys of a body, so a setting at the wrong place does
-nothing; beam search leaves `vllm_xargs` out; `prompt_cache_key` reaches no engine. Remove when
-plugins can validate bodies.
+vLLM ignores unknown keys of a body, so a setting at the wrong place does nothing; beam search
+leaves `vllm_xargs` out; `prompt_cache_key` reaches no engine. Requests of `/v1/messages` do not
+remember unknown keys.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_pyramid.compat.wrap import wrap
 from vllm_pyramid.policy.session_sources import BODY_NAMES, SESSION_ID
 
 _REQUESTS = (
@@ -24,7 +22,6 @@ _REQUESTS = (
     ("chat_completion", "ChatCompletionRequest"),
     ("responses", "ResponsesRequest"),
 )
-_SAMPLING, _BEAMS = "to_sampling_params", "to_beam_search_params"
 
 
 class Body(NamedTuple):
@@ -47,20 +44,13 @@ BodyCheck: TypeAlias = Callable[[Body], None]
 
 
 def install(check: BodyCheck) -> None:
-    """Call `check` for each body. Idempotent.
-
-    Raises:
-        ImportError, AttributeError: this vLLM has no place for it.
-    """
+    """Call `check` for each body. Idempotent. ImportError, AttributeError: no place for it."""
     for folder, name in _REQUESTS:
         module = import_module(f"vllm.entrypoints.openai.{folder}.protocol")
         request = getattr(module, name)
-        if getattr(request, "_vllm_pyramid", False):
-            continue
-        setattr(request, _SAMPLING, _checked(getattr(request, _SAMPLING), check, beams=False))
-        if hasattr(request, _BEAMS):
-            setattr(request, _BEAMS, _checked(getattr(request, _BEAMS), check, beams=True))
-        request._vllm_pyramid = True
+        wrap(request, "to_sampling_params", _checked(check, beams=False))
+        if hasattr(request, "to_beam_search_params"):
+            wrap(request, "to_beam_search_params", _checked(check, beams=True))
     _check_messages(check)
 
 
@@ -69,12 +59,11 @@ def _check_messages(check: BodyCheck) -> None:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
 
-    if getattr(Messages, "_vllm_pyramid_bodies", False):
-        return
-    original, known = Messages.create_messages, AnthropicMessagesRequest.model_fields.keys()
+    known = AnthropicMessagesRequest.model_fields.keys()
 
-    @functools.wraps(original)
-    async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
+    async def create_messages(
+        original: Any, self: Any, request: Any, raw_request: Any = None
+    ) -> Any:
         try:
             if raw_request is not None:
                 body = await raw_request.json()  # parsed before, and remembered by the request
@@ -83,13 +72,11 @@ def _check_messages(check: BodyCheck) -> None:
         except VLLMValidationError as error:  # vLLM would log it with its traceback
             return self.create_error_response(error)
 
-    Messages.create_messages = create_messages  # type: ignore[method-assign]
-    Messages._vllm_pyramid_bodies = True  # type: ignore[attr-defined]
+    wrap(Messages, "create_messages", create_messages)
 
 
-def _checked(original: Callable[..., Any], check: BodyCheck, *, beams: bool) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked(check: BodyCheck, *, beams: bool) -> Callable[..., Any]:
+    def checked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         unknown, xargs = self.model_extra or {}, getattr(self, "vllm_xargs", None) or {}
         names = {name: getattr(self, name, None) or unknown.get(name) for name in BODY_NAMES}
         names[SESSION_ID] = names[SESSION_ID] or xargs.get(SESSION_ID)  # vLLM reads it there, too

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An adapter in front of the class of vLLM's model runner, and the layers that it binds.
 
-Target: the class of `worker.model_runner`; `static_forward_context`, `attn_groups`; the inner
-output of `AsyncModelRunnerOutput`. Why: workers create their runner themselves and choose between
-three classes. A subclass of the adapter and the runner's class, assigned to the finished object,
-overrides methods without copying any constructor. Remove when vLLM has a `runner_cls`.
+Workers create their runner themselves and choose between three classes. A subclass of the adapter
+and the runner's class, assigned to the finished object, overrides methods without copying any
+constructor.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def attention_layer(config: VllmConfig, name: str) -> Any:
 def rotary_of_layer(model: torch.nn.Module, name: str) -> Rotary | None:
     """Return the rotary embedding of the attention layer `name`; None where it has none.
 
-    Raises:
-        ValueError: its rotation is not known to be a function of a token's position alone.
+    ValueError: its rotation is not known to be a function of a token's position alone.
     """
     modules = dict(model.named_modules())
     parent = modules.get(name.rpartition(".")[0])
@@ -61,9 +59,8 @@ def rotary_of_layer(model: torch.nn.Module, name: str) -> Rotary | None:
 def send_report(output: Any, report: StepReport, failures: StepFailures) -> Any:
     """Attach a step's report to what `sample_tokens` returns, finished or still in flight.
 
-    Args:
-        failures: of the step. Where the device still computes them, they are waited for when the
-            step's tokens are, in the thread that waits for these.
+    Failures that the device still computes are waited for when the step's tokens are, in the thread
+    that waits for these.
     """
     if not any(report) and not failures.known and failures.copied is None:
         return output

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Points in a step of vLLM's first model runner at which the adapter is called.
-
-Target: `GPUModelRunner._update_states`, `._determine_batch_execution_and_padding`,
-`._build_attention_metadata`. Why: the adapter must know which requests come and go, must keep some
-steps out of CUDA graphs, and must see a step right before the metadata of its layers is built.
-Remove with `runner`.
-"""
+"""Points in a step of vLLM's first model runner at which the adapter is called."""
 
 from __future__ import annotations
 
@@ -19,7 +13,7 @@ from vllm_pyramid.compat.drafts import take_own_tables
 def begin_answer(runner: Any, request_id: str, tokens: list[int]) -> None:
     """Put the first tokens of an answer into the runner's state of a request that has just come.
 
-    vLLM's own new requests have none; those of a resumed one are there already.
+    vLLM's own new requests have none; a resumed one has them already.
     """
     batch = runner.input_batch
     row, output = batch.req_id_to_index[request_id], runner.requests[request_id].output_token_ids
@@ -51,9 +45,8 @@ class RunnerV1Points:
     ) -> None:
         """Called before the metadata of the step's layers is built.
 
-        Args:
-            num_reqs: requests of the step. num_rows: with the padding of a captured batch.
-            scheduled: tokens by request; None in steps without real requests.
+        `num_rows` includes the padding of a captured batch; `scheduled`, tokens by request, is None
+        in steps without real requests.
         """
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:

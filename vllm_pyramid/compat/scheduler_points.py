@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the extension points of vLLM's scheduler public names.
-
-Target: `Scheduler._reserve_prefill_lookahead`, `._get_local_prefix_cache_hit` (vLLM 0.33 has one
-argument more), `._free_request`, `.make_spec_decoding_stats` (called for every verified draft), and
-`.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a dictionary of errors in 0.33;
-`EngineCoreOutput.stop_reason`, which in 0.32 carries the reason (`output_processor`). Why: to
-set the size of a chunk and decide whether a request starts at all; to find the prefix that a
-request's plan allows it to share; to report on a request; to end one request with an error, where
-an exception would end the engine. Remove when schedulers have hooks for these.
-"""
+"""Give the extension points of vLLM's scheduler public names."""
 
 from __future__ import annotations
 
@@ -29,11 +20,7 @@ class SchedulerPoints(Scheduler):
     _reasons: dict[str, str] | None = None
 
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
-        """Return the tokens of a request's next chunk.
-
-        Args:
-            computed: tokens computed so far. tokens: tokens that vLLM would schedule.
-        """
+        """Return the tokens of a request's next chunk, where vLLM would schedule `tokens`."""
         return self.stock_chunk(request, computed, tokens)
 
     def stock_chunk(self, request: Request, computed: int, tokens: int) -> int:
@@ -42,13 +29,9 @@ class SchedulerPoints(Scheduler):
         return chunk
 
     def cached_prefix(self, request: Request, limit: int) -> tuple[KVCacheBlocks, int]:
-        """Return the cached blocks that a new request can share; by default none.
+        """Return the cached blocks that a new request can share, and their tokens; by default none.
 
-        Args:
-            limit: the most tokens that it may share; the last one is always computed.
-
-        Returns:
-            The blocks for `KVCacheManager.allocate_slots`, and their number of tokens.
+        It may share `limit` tokens at most; the last one is always computed.
         """
         return self.kv_cache_manager.empty_kv_cache_blocks, 0
 
@@ -60,10 +43,7 @@ class SchedulerPoints(Scheduler):
         return {}
 
     def ends(self, request: Request) -> None:
-        """Called when a request has ended, before its blocks are freed.
-
-        Not called where vLLM's KV connector still loads into them.
-        """
+        """Called before an ended request's blocks are freed, unless a connector loads into them."""
 
     def freed(self, request: Request) -> None:
         """Called when a request has ended, after its blocks are freed."""
@@ -111,11 +91,8 @@ class SchedulerPoints(Scheduler):
     def end_with_error(self, request_id: str, reason: str, code: str = "validation_error") -> None:
         """End a request with an error, at the end of the step whose output comes next.
 
-        What that step has sampled for it is dropped.
-
-        Args:
-            code: from vLLM 0.33 on, the client's status is 400 with the default and 500 with
-                another; in 0.32 it is 500.
+        What that step has sampled for it is dropped. From vLLM 0.33 on the client's status is 400
+        with the default code and 500 with another; in 0.32 it is 500.
         """
         failed: Any = self.grammar_compile_error_reqs
         if isinstance(failed, set):
@@ -147,10 +124,7 @@ def connector_hooks(connector: Any) -> list[Any]:
 
 
 def drop_tokens(output: ModelRunnerOutput, request_id: str) -> None:
-    """Remove what a step has sampled for a request that ends with an error.
-
-    Its last token could otherwise end it first, without the error.
-    """
+    """Remove what a step has sampled for a request: its last token could end it as a success."""
     index = output.req_id_to_index.get(request_id)
     if index is not None and output.sampled_token_ids:
         output.sampled_token_ids[index] = []

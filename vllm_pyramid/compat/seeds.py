@@ -3,8 +3,8 @@
 
 A step that ends inside a prompt samples a token that is discarded, and vLLM resets the request's
 generator, so that a seed gives the same text whatever the chunks. It resets the generator's offset,
-which only generators of CUDA have: on the CPU the same line raises an error that ends the engine.
-Here the generator's whole state is saved and restored instead.
+which only CUDA's generators have: on the CPU that error ends the engine. Here the generator's whole
+state is saved and restored instead.
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from vllm_pyramid.compat.wrap import wrap
+
 
 def install() -> None:
-    """Wrap the two methods. Idempotent.
-
-    Target: `CPUModelRunner._sample` and `_bookkeeping_sync` (inherited). Remove when vLLM resets
-    generators without `set_offset` on the CPU.
-    """
+    """Wrap `CPUModelRunner._sample` and `_bookkeeping_sync` (inherited). Idempotent."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    if "_sample" in vars(CPUModelRunner):
-        return
-    sample, bookkeeping = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
     def discarded_rows(runner: Any) -> list[int]:
         """Return the rows with a generator of their own whose sampled token is discarded."""
@@ -34,7 +28,7 @@ def install() -> None:
         mask = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
         return [row for row in np.flatnonzero(mask).tolist() if row in generators]
 
-    def sample_and_restore(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_and_restore(sample: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         states = {row: generators[row].get_state() for row in discarded_rows(self)}
         output = sample(self, *args, **kwargs)
@@ -42,7 +36,7 @@ def install() -> None:
             generators[row].set_state(state)
         return output
 
-    def bookkeeping_without_offsets(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def bookkeeping_without_offsets(bookkeeping: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         removed = {row: generators.pop(row) for row in discarded_rows(self)}
         try:
@@ -50,5 +44,5 @@ def install() -> None:
         finally:
             generators.update(removed)
 
-    CPUModelRunner._sample = sample_and_restore  # type: ignore[method-assign]
-    CPUModelRunner._bookkeeping_sync = bookkeeping_without_offsets  # type: ignore[method-assign]
+    wrap(CPUModelRunner, "_sample", sample_and_restore)
+    wrap(CPUModelRunner, "_bookkeeping_sync", bookkeeping_without_offsets)

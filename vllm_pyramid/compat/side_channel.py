@@ -3,8 +3,7 @@
 
 Worker to scheduler: `ModelRunnerOutput` is pickled, so an extra attribute survives; so does one of
 `SchedulerOutput` on the way to the workers. Scheduler to front end: only declared fields survive;
-`SchedulerStats.kv_connector_stats` is a free dictionary, unused without a KV connector (which a KV
-policy refuses). Remove when vLLM has a field for plugins.
+`SchedulerStats.kv_connector_stats` is a free dictionary, unused without a KV connector.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class StepReport(NamedTuple):
     Attributes:
         evictions: the evictions, by request id.
         methods: the reports for the scheduler's hooks, by their names.
-        failures: the requests that must end with an error, by id: the kind and the reason.
+        failures: kind and reason of the requests that must end with an error, by id.
         dropped_traces: how many traces could not be written.
     """
 
@@ -53,10 +52,7 @@ class StepReport(NamedTuple):
 class HostCopy(NamedTuple):
     """The copy of one slot of the host cache.
 
-    Attributes:
-        slot: its number.
-        blocks: ids of the device's blocks, at most one for each layer; the first places of the slot
-            are theirs.
+    `blocks` are ids of the device's, at most one for each layer; they take the slot's first places.
     """
 
     slot: int
@@ -64,12 +60,7 @@ class HostCopy(NamedTuple):
 
 
 class HostFill(NamedTuple):
-    """What a slot of the host cache gets from a file.
-
-    Attributes:
-        slot: its number.
-        contents: for each rank the bytes of its first blocks.
-    """
+    """What a slot of the host cache gets from a file: the bytes of each rank's first blocks."""
 
     slot: int
     contents: list[bytes]
@@ -80,9 +71,8 @@ class FileSave(NamedTuple):
 
     Attributes:
         path: of the first part (see `bundle_file.part_path`).
-        begins: for each rank the first bytes of its file.
-        blocks: ids of the device's blocks, of all layers; the bytes of those of a rank's layers
-            come behind these.
+        begins: for each rank the first bytes of its file; those of its layers' blocks follow.
+        blocks: ids of the device's blocks, of all layers.
     """
 
     path: str
@@ -91,12 +81,7 @@ class FileSave(NamedTuple):
 
 
 class FileOrders(NamedTuple):
-    """What a worker does with files of the host cache, in order.
-
-    Attributes:
-        removed: paths of bundles of which each worker removes its part.
-        saved: files to write, with the content of the blocks before the step.
-    """
+    """Files of a worker: bundles to remove, then blocks to save as they were before the step."""
 
     removed: list[str]
     saved: list[FileSave]
@@ -146,8 +131,7 @@ def attach_block_copies(
 ) -> None:
     """Tell the workers which blocks to copy before the step, a list for each pipeline stage.
 
-    vLLM's own field goes to the workers of all stages, but each stage has blocks of its own: with
-    several stages the field stays empty.
+    vLLM's own field reaches the workers of all stages, so it stays empty where there are several.
     """
     if len(of_stages) == 1:
         if output.kv_cache_block_copies:

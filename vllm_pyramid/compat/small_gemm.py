@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switch off AMX matrix products that vLLM's extension does not have.
 
-Target: `vllm.model_executor.layers.utils.check_cpu_sgl_kernel`. Why: on a processor with AMX it
-sends every small weight (embeddings of small vocabularies, routers of experts) to operators of a
-CPU build, and the CUDA wheel, which lacks them, ends the engine. Remove when vLLM asks whether the
-operators exist.
+On a processor with AMX, vLLM sends every small weight (embeddings of small vocabularies, routers of
+experts) to operators that the CUDA wheel lacks.
 """
 
 from __future__ import annotations

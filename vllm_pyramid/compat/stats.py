@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass our counters to the front end's loggers.
 
-Target: `StatLoggerManager.record`. Why: statistics from the engine core have no field for plugins
-(see `side_channel`), and vLLM's loggers would take ours for a KV connector's.
+Statistics from the engine core have no field for plugins, and vLLM's loggers would take ours for a
+KV connector's.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 from vllm_pyramid.compat.side_channel import take_policy_stats
+from vllm_pyramid.compat.wrap import wrap
 
 
 def install(observe: Callable[[dict[str, Any], int], None]) -> None:
     """Call `observe(counters, engine index)` for every step's statistics. Idempotent."""
-    if getattr(StatLoggerManager, "_vllm_pyramid", False):
-        return
-    record = StatLoggerManager.record
 
-    @functools.wraps(record)
     def record_policy_too(
+        record: Any,
         self: StatLoggerManager,
         scheduler_stats: Any,
         iteration_stats: Any,
@@ -35,5 +32,4 @@ def install(observe: Callable[[dict[str, Any], int], None]) -> None:
             observe(policy_stats, engine_idx or 0)
         record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
-    StatLoggerManager.record = record_policy_too  # type: ignore[method-assign]
-    StatLoggerManager._vllm_pyramid = True  # type: ignore[attr-defined]
+    wrap(StatLoggerManager, "record", record_policy_too)

@@ -12,7 +12,7 @@ class StepLimit(NamedTuple):
     """A flag that limits the tokens of a step.
 
     Attributes:
-        flag: its name. value: what it is set to; 0 or None: no limit.
+        value: what the flag is set to; 0 or None: no limit.
         tokens: the most tokens of one request in a step because of it; None: no limit.
     """
 
@@ -24,8 +24,7 @@ class StepLimit(NamedTuple):
 def step_limits(config: VllmConfig) -> list[StepLimit]:
     """Return the limits of a step, by vLLM's finished configuration.
 
-    A draft model may need places of its own for each request; vLLM takes them out of
-    `--max-num-batched-tokens`.
+    vLLM takes the places that a draft model needs out of `--max-num-batched-tokens`.
     """
     scheduler, drafts = config.scheduler_config, config.speculative_config
     places = 0 if drafts is None else drafts.max_num_new_slots_for_drafting

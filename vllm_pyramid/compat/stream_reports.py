@@ -1,34 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a request's report into the last chunk of its stream, as `kv_transfer_params`.
 
-Target: `OpenAIServingChat.chat_completion_stream_generator`,
-`OpenAIServingCompletion.completion_stream_generator`, and of `AnthropicServingMessages` the former
-(vLLM 0.33) or `.message_stream_converter` (0.32). Why: vLLM's chunks have no place for it; its
-`/v1/responses` has. Remove when streams carry `kv_transfer_params`.
-
 Chats and completions carry it in the last chunk before `[DONE]`, messages in `message_delta`,
 beside the usage. A chunk is held back only when the engine has ended the request: no token waits.
+vLLM's `/v1/responses` has a place for reports.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_pyramid.compat.wrap import wrap
+
 _KEY, _DATA, _DELTA = "kv_transfer_params", "data: ", "event: message_delta\n"
 
 
 @dataclass
 class _Seen:
-    """What a stream has seen of its requests.
-
-    Attributes:
-        waiting: prompts that have not ended. report: of the first of them that has.
-    """
+    """How many prompts of a stream have not ended, and the report of the first that has."""
 
     waiting: int = 1
     report: dict[str, Any] | None = None
@@ -48,54 +41,40 @@ def install() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat as Chat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion as Completion
 
-    if getattr(Chat, "_vllm_pyramid", False):
-        return
-    chat, completion = "chat_completion_stream_generator", "completion_stream_generator"
-    setattr(Chat, chat, _of_chat(getattr(Chat, chat)))
-    setattr(Completion, completion, _of_completion(getattr(Completion, completion)))
-    if chat in vars(Messages):
-        setattr(Messages, chat, _of_chat(vars(Messages)[chat]))
+    chat = "chat_completion_stream_generator"
+    has_chats = chat in vars(Messages)
+    wrap(Chat, chat, _of_chat)
+    wrap(Completion, "completion_stream_generator", _of_completion)
+    if has_chats:
+        wrap(Messages, chat, _of_chat)
     else:
-        setattr(  # noqa: B010
-            Messages, "message_stream_converter", _of_messages(Messages.message_stream_converter)
-        )
-    Chat._vllm_pyramid = True  # type: ignore[attr-defined]
+        wrap(Messages, "message_stream_converter", _of_messages)
 
 
-def _of_chat(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def stream(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        seen = _Seen()
-        chunks = original(self, request, _watched(results, seen.take), *args, **kwargs)
-        return with_report(chunks, seen)
-
-    return stream
+def _of_chat(
+    original: Any, self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
+) -> Any:
+    seen = _Seen()
+    chunks = original(self, request, _watched(results, seen.take), *args, **kwargs)
+    return with_report(chunks, seen)
 
 
-def _of_completion(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def stream(
-        self: Any, request: Any, prompts: Any, results: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        seen = _Seen(len(prompts))
-        chunks = original(self, request, prompts, _watched(results, seen.take), *args, **kwargs)
-        return with_report(chunks, seen)
-
-    return stream
+def _of_completion(
+    original: Any, self: Any, request: Any, prompts: Any, results: Any, *args: Any, **kwargs: Any
+) -> Any:
+    seen = _Seen(len(prompts))
+    chunks = original(self, request, prompts, _watched(results, seen.take), *args, **kwargs)
+    return with_report(chunks, seen)
 
 
-def _of_messages(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def convert(self: Any, chunks: Any) -> Any:
-        seen = _Seen()
+def _of_messages(original: Any, self: Any, chunks: Any) -> Any:
+    seen = _Seen()
 
-        def take(chunk: str) -> None:  # the chat's last chunk, which has the report
-            if _KEY in chunk and (found := _parsed(chunk)) is not None and found.get(_KEY):
-                seen.waiting, seen.report = 0, found[_KEY]
+    def take(chunk: str) -> None:  # the chat's last chunk, which has the report
+        if _KEY in chunk and (found := _parsed(chunk)) is not None and found.get(_KEY):
+            seen.waiting, seen.report = 0, found[_KEY]
 
-        return with_report(original(self, _watched(chunks, take)), seen)
-
-    return convert
+    return with_report(original(self, _watched(chunks, take)), seen)
 
 
 async def _watched(

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A forward pass of vLLM's models in which tokens are dropped between two layers.
 
-Target: the class of a model's inner module (`model.model`), its `layers`, `norm` and
-`embed_input_ids`. Why: the loop over the layers is inside `forward`, which is compiled as a whole
-for every number of input tokens, and has no hook between two layers. In steps in which a prompt is
-thinned the loop below takes its place, uncompiled; all other steps run vLLM's `forward`. Remove
-when models call a hook between layers.
+vLLM's loop over the layers is inside `forward`, which is compiled as a whole for every number of
+input tokens. In steps in which a prompt is thinned the loop below takes its place, uncompiled.
 """
 
 from __future__ import annotations
@@ -42,12 +39,7 @@ ARCHITECTURES = (
 
 
 class _ThinnedLayers:
-    """Precedes an inner module's class.
-
-    Attributes:
-        kv_step: returns the current step.
-        kv_is_profiled: whether vLLM is measuring what its largest step takes.
-    """
+    """Precedes an inner module's class. `kv_is_profiled`: vLLM measures its largest step."""
 
     kv_step: Callable[[], Step]
     kv_is_profiled: bool
@@ -79,10 +71,7 @@ def _take(layout: StepLayout) -> torch.Tensor | None:
 
 
 def _all_survive(positions: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
-    """Return the arguments of `_forward` for a step that gathers all rows in all layers.
-
-    No step needs more memory.
-    """
+    """Return the arguments of `_forward` for the largest step: all rows stay in all layers."""
     tokens = len(positions)
     return tokens, partial(torch.arange, tokens, device=positions.device)
 
@@ -141,10 +130,7 @@ def thin_between_layers(
     inner.__class__ = type(f"Thinned{cls.__name__}", (_ThinnedLayers, cls), {})
     inner.kv_step, inner.kv_is_profiled = step, is_profiled
     if not getattr(inner, "do_not_compile", True):
-        logger.info(
-            "kv-policy %s: steps that thin a prompt run without torch.compile",
-            policy,
-        )
+        logger.info("kv-policy %s: steps that thin a prompt run without torch.compile", policy)
 
 
 def refusal(policy: str, model: str) -> str:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which vLLM is installed, and whether this package works with it.
 
-vLLM comes as several distributions (`vllm` with kernels for CUDA, CPU builds under the same or
-another name) that all install the module `vllm`, so the module is asked, not the distribution.
+vLLM comes as several distributions that all install the module `vllm`, so the module is asked.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ class WrongVLLMError(RuntimeError):
 
 
 def vllm_version() -> str:
-    """Return the version of the module `vllm`.
-
-    Raises:
-        WrongVLLMError: there is none; the message says how to get one.
-    """
+    """Return the version of the module `vllm`; WrongVLLMError says how to get one."""
     found = find_spec("vllm")
     file = Path(found.origin).with_name("_version.py") if found and found.origin else None
     if file is None or not file.is_file():  # an empty folder of that name is none either
@@ -41,11 +36,9 @@ def vllm_version() -> str:
 
 
 def check_vllm() -> None:
-    """Check that this package supports the vLLM that is installed.
+    """Check that this package supports the installed vLLM.
 
-    Raises:
-        WrongVLLMError: no vLLM, another version, or two distributions in one environment; the
-            message says what to do.
+    WrongVLLMError: no vLLM, another version, or two distributions in one environment.
     """
     installed = vllm_version()
     if not installed.startswith(tuple(f"{supported}." for supported in SUPPORTED)):

@@ -18,19 +18,15 @@ REFERENCE_VARIABLE = "VLLM_PYRAMID_ALLOW_REFERENCE"
 
 @functools.cache
 def get_ops(device_type: str) -> Ops:
-    """Return the module that implements `Ops` for a device type.
+    """Return the module that implements `Ops` for "cpu" (C++) or "cuda" (Triton), as in
+    `device.type`.
 
-    "cuda" gets the Triton kernels, "cpu" the C++ kernels. If their library cannot be used, the CPU
-    gets the PyTorch reference after one warning where `VLLM_PYRAMID_ALLOW_REFERENCE` is 1, and an
-    error elsewhere. The choice is made once per process.
-
-    Args:
-        device_type: "cpu" or "cuda", as in `torch.device.type`.
+    If the C++ library cannot be used, the CPU gets the PyTorch reference after one warning where
+    `VLLM_PYRAMID_ALLOW_REFERENCE` is 1, and a RuntimeError with the reason elsewhere. The choice is
+    made once per process.
 
     Raises:
-        RuntimeError: the C++ kernels cannot be used; the message gives the reason and what to do.
-        ValueError: another device type, or `VLLM_PYRAMID_CPU_ISA` names an instruction set that
-            this CPU lacks.
+        ValueError: another device type, or `VLLM_PYRAMID_CPU_ISA` names what this CPU lacks.
     """
     if device_type == "cuda":
         from vllm_pyramid.kernels.triton import functions as triton_ops

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of the kernels: the functions that every back end of them offers.
+"""The contract of the kernels: the functions that every back end offers.
 
 Three modules implement `Ops`: `reference.py` (plain PyTorch, the oracle of the tests),
-`cpu/functions.py` (C++) and `triton/functions.py` (CUDA). `kernels.get_ops` returns the one for a
-device. `records.py` describes the records that the functions take, the legend of shapes and the
-layout of the cache.
+`cpu/functions.py` (C++) and `triton/functions.py` (CUDA). `records.py` has the records that they
+take, the legend of shapes and the layout of the cache.
 
-On the CPU the attention back end calls `reshape_and_cache` and `paged_attention` in every layer of
-every step. On CUDA vLLM's kernels write the cache and attend, and the plugin calls these functions
-only for layers whose V is in host memory: `write_rows` and `paged_attention`. Everything that
-scores, selects and evicts tokens is called alike on both.
+On the CPU the attention back end calls `reshape_and_cache` and `shared_attention` in every layer of
+every step. On CUDA vLLM's kernels write the cache and attend; the plugin calls `write_rows` and
+`paged_attention` only for layers whose V is in host memory. Evictions call all others on both.
 """
 
 from __future__ import annotations
@@ -18,34 +16,34 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_pyramid.kernels.records import (
-    AttentionBatch,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
-from vllm_pyramid.kernels.shared_contract import SharedOps
+from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
+
+# Keys from which sharing pays. A request in a group has one more partial result to join, whatever
+# their number; measured with bfloat16 on AVX-512-BF16 and float32 on AVX2, 128 keys gain less.
+FEWEST_KEYS = 256
+# Rows (query tokens times query heads of a KV head) of a group from which sharing pays, unless each
+# of its requests has at most `THIN_ROWS` (kFewestRows, kThinRows of csrc/cpu/attention_shared.h).
+FEWEST_ROWS, THIN_ROWS = 32, 2
+# A prefix is shared in whole tiles of this many keys (kTileKeys of csrc/cpu/kernels.h).
+TILE_KEYS = 64
+# Rows up to which a request can be in a group (kSplitRows of csrc/cpu/kernels.h).
+MOST_ROWS = 32
 
 
-class Ops(SharedOps, Protocol):
-    """The kernels of one device type; a module implements it. `SharedOps` adds shared prefixes, and
-    `of_method` finds the kernels that one method alone has.
+class Ops(Protocol):
+    """The kernels of one device type; a module implements it.
 
-    Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists what
-    it checks in addition. The reference trusts its callers and checks less. No function keeps a
-    tensor after it returns, and none changes a tensor that its docstring does not call written.
+    Every function raises ValueError if shapes, dtypes or strides do not fit; a docstring lists
+    further checks. The reference checks less. No function keeps a tensor after it returns, or
+    changes one that its docstring does not call written. With zero tokens, requests or blocks
+    nothing is done, unless a docstring says otherwise.
 
-    A back end may accept more keyword arguments, all optional: the reference takes a
-    `compute_dtype`, Triton takes scratch memory and numbers of splits.
+    A back end may accept further optional arguments: the reference takes a `compute_dtype`, Triton
+    scratch memory and numbers of splits.
     """
 
     def of_method(self, package: str, /) -> Any:
-        """Return a method's own kernels for this back end.
-
-        Args:
-            package: whose module `reference`, `cpu` or `triton` has them, such as
-                `vllm_pyramid.methods.pages.kernels`.
-        """
+        """Return the kernels of a package such as `vllm_pyramid.methods.pages.kernels`."""
 
     def reshape_and_cache(
         self,
@@ -64,16 +62,11 @@ class Ops(SharedOps, Protocol):
         ties to even; numbers that are too large become the largest one. Any other cache receives
         the numbers converted to its dtype, and both scales must be 1.
 
-        With zero tokens nothing is written. The CPU back end calls this in every layer.
-
         Args:
-            key: `[>= T, G, D]`; rows behind T are ignored.
-            value: as `key`.
-            key_cache: `[P, G, N, D]`, written.
-            value_cache: as `key_cache`, written.
+            key, value: `[>= T, G, D]`; rows behind T are ignored.
+            key_cache, value_cache: `[P, G, N, D]`, written.
             slot_mapping: `[T]` int64, `block * N + row`; negative entries (padding) are skipped.
-            key_scale: scale of all keys of the layer, positive.
-            value_scale: scale of all values of the layer, positive.
+            key_scale, value_scale: scales of all keys and of all values of the layer, positive.
         """
 
     def write_rows(
@@ -85,8 +78,6 @@ class Ops(SharedOps, Protocol):
         scale: float = 1.0,
     ) -> None:
         """Write K alone or V alone, by the rules of `reshape_and_cache`.
-
-        The method with V in host memory calls this on CUDA, where K and V go to different memories.
 
         Args:
             rows: `[>= T, G, D]`; rows behind T are ignored.
@@ -105,17 +96,45 @@ class Ops(SharedOps, Protocol):
     ) -> None:
         """Attend causally over the paged cache: prefill chunks and decode steps in one batch.
 
-        With zero requests, and for requests without queries, nothing is written. A query that sees
-        no key, as one at a position below `skips[r]`, gets zeros.
-
-        The CPU back end calls this in every layer, the method with V in host memory on CUDA.
+        Nothing is written for requests without queries. A query that sees no key, such as one at a
+        position below `skips[r]`, gets zeros.
 
         Args:
             out: `[T, H, D]`, written; any floating-point dtype, unit stride in D.
             log_sum_exp: `[T, H]` float32, written if given: the natural logarithm of the sum of
                 exp(logit) over the keys that a query sees, scaled and capped, WITHOUT the sink;
-                -inf if it sees none. `add_key_mass`, `window_scores` and `recent_mass` accept it as
-                it is, add the sink themselves, and save one pass over K.
+                -inf if it sees none. `add_key_mass`, `window_scores` and `recent_mass` accept it,
+                add the sink themselves, and save one pass over K.
+        """
+
+    def shared_attention(
+        self,
+        out: torch.Tensor,
+        batch: AttentionBatch,
+        softmax: Softmax,
+        *,
+        log_sum_exp: torch.Tensor | None = None,
+        fewest_keys: int = FEWEST_KEYS,
+    ) -> None:
+        """Attend as `paged_attention`, and read pages that requests share once for all of them.
+
+        Requests form a group if the entries of their tables are equal from their skips on, which
+        must be equal too; a group of n requests that share k keys saves (n - 1) * k reads of a key.
+        A group shares only whole pages before all queries of each request, in whole tiles of
+        `TILE_KEYS` keys from the skip on. Its requests have at most `MOST_ROWS` rows each, and
+        together `FEWEST_ROWS` or more, unless each has at most `THIN_ROWS`. The layer has one table
+        for all KV heads and no sliding window. Where prefixes are nested, the disjoint groups that
+        save the most are formed. The groups follow from the tables alone, not from the order of
+        requests.
+
+        The partial softmax of a group and that of each request's other keys are joined by their
+        maxima and sums (Hydragen, arXiv:2402.05099, section 3.1; ChunkAttention, arXiv:2402.15220,
+        section 3.2). A request in a group gets the result of `paged_attention` except for rounding;
+        the others get its bits.
+
+        Args:
+            out, log_sum_exp: as in `paged_attention`.
+            fewest_keys: the fewest keys that a group shares, at least 1.
         """
 
     def window_scores(
@@ -132,15 +151,12 @@ class Ops(SharedOps, Protocol):
         prompt queries (causal inside the window, float32) is summed over those queries, reduced
         over the query heads of a KV head, and pooled along the positions.
 
-        The scorers with an observation window call this
-        at the end of a prompt, on both devices.
-
         Args:
             softmax: its sinks lower the weights of their heads, so that the weights of a query sum
                 to less than 1. The sliding window is ignored.
             log_sum_exp: `[T, H]` float32 as `paged_attention` wrote it for the window's queries,
-                without a sliding window; other rows are not read, and the sinks are added here. It
-                saves the first of two passes over K; the result is the same but for rounding.
+                without a sliding window; other rows are not read. It saves the first of two passes
+                over K; the result is the same except for rounding.
 
         Returns:
             `[R, G, max(prompt_lens) - window]` float32; -inf behind `prompt_lens[r] - window`.
@@ -163,17 +179,14 @@ class Ops(SharedOps, Protocol):
 
         The lower position wins a tie, so the result is a function of the scores alone.
 
-        The selectors of a policy and `pyramidinfer` call this
-        on both devices.
-
         Args:
             scores: `[R, G, >= max(prompt_lens) - window]` float32 without NaN, unit stride in the
                 last dimension.
             prompt_lens: `[R]` int32.
-            keeps: `[R]` int32, tokens that each head keeps,
-                `sinks + window <= keeps[r] <= prompt_lens[r]`.
-            window: tokens at the end of the prompt that are kept in any case.
-            sinks: tokens at the start of the prompt that are kept in any case.
+            keeps: `[R]` int32, tokens that each head keeps, `sinks + window <= keeps[r] <=
+                prompt_lens[r]`.
+            window, sinks: tokens at the end and at the start of the prompt that are kept in any
+                case.
             max_keep: max(keeps), the width of the result.
 
         Returns:
@@ -194,22 +207,18 @@ class Ops(SharedOps, Protocol):
         *,
         max_keep: int | None = None,
     ) -> None:
-        """Move the kept rows of K and V to the end of the prompt's positions, in place.
+        """Move the kept rows of K and V to the end of the prompt's positions, in place, bit by bit.
 
         Survivor i of r (in ascending order) moves to position `prompt_lens[r] - keeps[r] + i`,
         which is never below its own: a walk from the last survivor down overwrites no row that is
-        still needed. Bits are moved, not values.
-
-        With zero requests nothing is moved. Every eviction calls this, on both devices.
+        still needed.
 
         Args:
-            key_cache: `[P, G, N, D]`, written; any element type of 1, 2 or 4 bytes.
-            value_cache: as `key_cache`, written.
+            key_cache, value_cache: `[P, G, N, D]`, written; any element type of 1, 2 or 4 bytes.
             block_table: `[>= R, M]` int32.
             kept: `[R, G, >= max(keeps)]` int32 from `select`; entries behind `keeps[r]` are not
                 read.
-            prompt_lens: `[R]` int32.
-            keeps: `[R]` int32.
+            prompt_lens, keeps: `[R]` int32.
             max_keep: max(keeps).
         """
 
@@ -220,23 +229,20 @@ class Ops(SharedOps, Protocol):
         sources: torch.Tensor,
         targets: torch.Tensor,
     ) -> None:
-        """Copy the rows of K and V in whole blocks to other blocks. Bits are copied, not values.
+        """Copy the rows of K and V in whole blocks to other blocks, bit by bit.
 
         Evictions call this for blocks that other requests will find as they were.
 
         Args:
-            key_cache: `[P, G, N, D]`, written; any element type of 1, 2 or 4 bytes.
-            value_cache: as `key_cache`, written.
-            sources, targets: `[n]` int32 or int64 block ids. No target is there twice, or among
-                the sources.
+            key_cache, value_cache: `[P, G, N, D]`, written; any element type of 1, 2 or 4 bytes.
+            sources, targets: `[n]` int32 or int64 block ids. No target is there twice, or among the
+                sources.
         """
 
     def unrankable(
         self, scores: torch.Tensor, firsts: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
         """Return which requests have NaN or +inf among the scores that count: `[R]` bool.
-
-        Every eviction calls this before it selects, on both devices.
 
         Args:
             scores: `[R, G, columns]` float32, unit stride in the columns.

@@ -11,8 +11,7 @@ def gather_tokens(
 ) -> torch.Tensor:
     """Copy the tokens `start .. end - 1` of one request out of the cache: `[end - start, G, D]`.
 
-    Args:
-        block_row: `[M]`, or `[G, M]` if each KV head has a list of its own.
+    `block_row` is `[M]`, or `[G, M]` if each KV head has a list of pages.
     """
     block_size = cache_PGND.shape[2]
     positions = torch.arange(start, end, device=cache_PGND.device)
@@ -31,11 +30,7 @@ def gather_scaled(
     end: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Copy as `gather_tokens`, in `dtype`, with each row multiplied by its scale.
-
-    Args:
-        scales: `[P, G, N]` float32, or None for 1.
-    """
+    """Copy as `gather_tokens`, in `dtype`, times each row's scale: `[P, G, N]`, or None for 1."""
     rows = gather_tokens(cache, block_row, start, end).to(dtype)
     if scales is None:
         return rows
@@ -43,10 +38,7 @@ def gather_scaled(
 
 
 def check_scales(scales: torch.Tensor | None, cache: torch.Tensor) -> None:
-    """Raise ValueError unless `scales` is float32 `[P, G, N]` for the cache, or None.
-
-    A cache of integers must have scales.
-    """
+    """Raise ValueError unless `scales` is float32 `[P, G, N]`, or None for a cache of floats."""
     if scales is None:
         if cache.dtype == torch.int8:
             raise ValueError("a cache of int8 needs a scale for each token and KV head")

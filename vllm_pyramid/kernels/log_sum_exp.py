@@ -7,11 +7,9 @@ import torch
 
 
 def with_sinks(log_sum_exp: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Add the sinks to a log-sum-exp over keys; a query that sees no key keeps its -inf.
+    """Add the sinks `[H]`, if any, to a log-sum-exp `[..., queries]` over keys.
 
-    Args:
-        log_sum_exp: `[..., queries]`, where the leading dimensions together are the query heads.
-        sinks: `[H]`, or None to return `log_sum_exp` unchanged.
+    The leading dimensions together are the query heads. A query that sees no key keeps its -inf.
     """
     if sinks is None:
         return log_sum_exp

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of the attention of a prompt's window that eviction keeps.
-
-All back ends and devices use this plain PyTorch: a few passes over `[R, G, columns]`, which a
-request needs at most once. Nothing is read back to the host.
-
-Shapes as in `records.py`. `mass` is the result of `window_scores` with `pooling="none"`: column i
-is prompt token i, and the columns behind `prompt_lens[r] - window` are not read.
+"""The share of the attention of a prompt's window that eviction keeps; plain PyTorch on all
+devices.
 """
 
 from __future__ import annotations
@@ -32,15 +27,14 @@ def kept_mass(
 
     This is PyramidKV's Figure 8, and XKV's retention `R_l(k) = sum(topk(w_l, k)) / sum(w_l)` if
     `mass` holds the pooled scores w_l that chose `kept`. The window, which is always kept, counts
-    in neither sum.
+    in neither sum. Nothing is read back to the host.
 
     Args:
-        mass: `[R, G, >= max(prompt_lens) - window]`, unpooled mass or scores, not negative.
+        mass: `[R, G, >= max(prompt_lens) - window]`, unpooled mass or scores, not negative; columns
+            behind `prompt_lens[r] - window` are not read.
         kept: `[R, G, >= max(keeps)]` int32 positions as `select` returns them, each at most once;
             entries behind `keeps[r]` are not read, those inside the window do not count.
-        prompt_lens: `[R]` int32.
-        keeps: `[R]` int32.
-        window: tokens at the end of the prompt that are not part of the context.
+        prompt_lens, keeps: `[R]` int32.
 
     Returns:
         `[R, G]` float32 in 0 .. 1; 1 if the context has no mass at all.

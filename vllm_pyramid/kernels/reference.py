@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain PyTorch version of every kernel: the oracle of the contract in `contract.py`.
 
-This code is written to be read: each function gathers the rows that it needs and computes one
-request at a time, in float32 or in the `compute_dtype` of its caller (float64 in tests). Shape
-legend and cache layout as in `records.py`. On the CPU the engine runs these functions only if the
-C++ library cannot be used and the user allows it (`kernels.get_ops`).
+Each function gathers the rows that it needs and computes one request at a time, in float32 or in
+the `compute_dtype` of its caller (float64 in tests).
 """
 
 from __future__ import annotations
@@ -165,10 +163,7 @@ def compact(
 
 
 def copy_blocks(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """Copy all blocks at once, by way of a copy of the sources."""
     for cache in (key_cache, value_cache):

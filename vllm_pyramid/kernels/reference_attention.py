@@ -7,11 +7,7 @@ import math
 
 import torch
 
-from vllm_pyramid.kernels.gather_tokens import (
-    check_head_tables,
-    check_one_scale,
-    gather_tokens,
-)
+from vllm_pyramid.kernels.gather_tokens import check_head_tables, check_one_scale, gather_tokens
 from vllm_pyramid.kernels.log_sum_exp import check_lse
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 

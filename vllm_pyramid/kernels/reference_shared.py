@@ -8,17 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_pyramid.kernels.contract import FEWEST_KEYS, FEWEST_ROWS, MOST_ROWS, THIN_ROWS, TILE_KEYS
 from vllm_pyramid.kernels.gather_tokens import check_one_scale, gather_tokens
 from vllm_pyramid.kernels.log_sum_exp import check_lse
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.reference_attention import paged_attention
-from vllm_pyramid.kernels.shared_contract import (
-    FEWEST_KEYS,
-    FEWEST_ROWS,
-    MOST_ROWS,
-    THIN_ROWS,
-    TILE_KEYS,
-)
 
 
 class SharedPrefix(NamedTuple):
@@ -120,14 +114,10 @@ def shared_attention(
 def _part(
     query: torch.Tensor, batch: AttentionBatch, softmax: Softmax, r: int, start: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the positions `start .. end - 1` of a request, up to its queries or before them.
+    """Attend with `query` `[Q, H, D]` to the positions `start .. end - 1` of request r.
 
-    Args:
-        query: `[Q, H, D]`; the queries stand at the last positions of request r, unless the keys
-            end before them all.
-
-    Returns:
-        The weighted mean of V, `[Q, H, D]`, and the log-sum-exp, `[Q, H]`.
+    The queries stand at the request's last positions, unless the keys end before them all. Returns
+    the weighted mean of V, `[Q, H, D]`, and the log-sum-exp, `[Q, H]`.
     """
     per_kv = query.shape[1] // batch.key_cache.shape[1]
     seq_len, num_queries = int(batch.seq_lens[r]), query.shape[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels are told of block tables: where they stand, and the rows of a step.
+"""Records of block tables: their addresses, and the rows of a step.
 
 Shape legend: L layers that evict, R rows of a step, G tables of a layer (1, or its KV heads), M
-entries of a request's table, W of a row that attention reads.
+entries of a request's table, W entries of a row that attention reads.
 """
 
 from __future__ import annotations

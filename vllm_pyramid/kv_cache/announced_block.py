@@ -14,7 +14,6 @@ class AnnouncedBlock:
     The pool and the tier below it call this object when the bundle goes elsewhere.
 
     Args:
-        pool: publishes events, and has the bundle.
         stored: the event that told of the block. index: its place among the event's blocks.
 
     Attributes:

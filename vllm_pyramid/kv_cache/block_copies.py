@@ -14,8 +14,8 @@ from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 class BlockCopies:
     """The copies of one step, per pipeline stage.
 
-    A worker makes a step's copies in their order and before it writes anything else, so the pool
-    may give the sources to requests that are admitted later in the step.
+    A worker makes a step's copies in order and before it writes anything else, so the pool may give
+    the sources to requests that are admitted later in the step.
     """
 
     def __init__(self, stages: PipelineLayout) -> None:

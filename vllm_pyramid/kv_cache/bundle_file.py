@@ -3,10 +3,9 @@
 
     magic, version, length of the head | head: JSON | blocks, as they are in the cache | SHA-256
 
-Each rank of an engine writes what it has of a bundle, a part, to a file of its own.
-
-A file is written under a temporary name and renamed, so a process that is killed leaves no half
-file under a name that is looked up. What a power failure may leave fails the checksum.
+Each rank of an engine writes its part of a bundle to its own file, under a temporary name, and
+renames it: a process that is killed leaves no half file under a name that is looked up. What a
+power failure may leave fails the checksum.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class FileCounters:
 
     Attributes:
         ordered, read: bytes that the worker was told to write, and bytes that were read.
-        damaged: files that could not be read as what they should hold.
-        unwritten: files that could not be written.
+        damaged, unwritten: files that could not be read as what they should hold, or not be
+            written.
         evictions: files that had to go, for lack of room.
     """
 
@@ -55,7 +54,6 @@ class BundleFile(NamedTuple):
 
     Attributes:
         namespace: of whatever the bytes depend on apart from the bundle's name.
-        name: of the bundle.
         num_blocks: blocks of all layers, those of other parts included.
         origin: see `BlockBundle.origin`.
         part: number of the rank that wrote it.
@@ -86,35 +84,20 @@ def file_bytes(begin: bytes, content_bytes: int) -> int:
 
 
 def sealed(begin: bytes, content: Any) -> list[memoryview]:
-    """Return the parts of a file in order: its first bytes, its content, and the checksum.
-
-    Args:
-        begin: see `BundleFile.begin`. content: a buffer.
-    """
+    """Return the parts of a file in order: its first bytes, its content, and a checksum."""
     total = sha256(begin)
     total.update(content)
     return [memoryview(data).cast("B") for data in (begin, content, total.digest())]
 
 
 def write_file(path: str, begin: bytes, content: Any) -> None:
-    """Write a bundle's file; its folder is made if it is missing.
-
-    Args:
-        begin: see `BundleFile.begin`. content: the bytes of the blocks, a buffer.
-
-    Raises:
-        OSError: as the system says; then there is no new file.
-    """
+    """Write a file of blocks, a buffer, and its folder if missing. Errors as `write_pieces`."""
     Path(path).parent.mkdir(mode=0o700, exist_ok=True)
     write_pieces(path, sealed(begin, content))
 
 
 def write_pieces(path: str, pieces: Sequence[memoryview]) -> None:
-    """Write a file under a temporary name, and rename it.
-
-    Raises:
-        OSError: as the system says; then there is no new file.
-    """
+    """Write a file under a temporary name, and rename it; after an OSError there is no new file."""
     part = path + TEMPORARY
     with suppress(FileNotFoundError):
         os.unlink(part)
@@ -130,13 +113,7 @@ def write_pieces(path: str, pieces: Sequence[memoryview]) -> None:
 
 
 def read_file(path: str, largest: int) -> tuple[BundleFile, memoryview]:
-    """Read a bundle's file.
-
-    Args:
-        largest: the most bytes that it may have.
-
-    Returns:
-        What it holds, and the bytes of its blocks.
+    """Read a bundle's file of at most `largest` bytes: what it holds, and the bytes of its blocks.
 
     Raises:
         DamagedFileError: it was not written like this, or has been changed or cut since.
@@ -149,11 +126,7 @@ def read_file(path: str, largest: int) -> tuple[BundleFile, memoryview]:
 
 
 def parse_file(data: memoryview) -> tuple[BundleFile, memoryview]:
-    """Return what the bytes of a file hold, and those of its blocks.
-
-    Raises:
-        DamagedFileError: they were not written like this, or have been changed or cut since.
-    """
+    """Return what the bytes of a file hold, and its blocks; DamagedFileError as `read_file`."""
     try:
         magic, version, length = _BEGIN.unpack_from(data)
     except error:

@@ -17,8 +17,8 @@ deepest of a prompt first, as vLLM does. So no bundle of evicting layers exists 
 before it, and a lookup is a bisection.
 
 Two requests that compute the same prefix at the same time make two bundles of one hash. Lookups
-find the first. The second is its twin: it replaces the first if that one is dissolved, and
-otherwise ends with its request.
+find the first. The second, a duplicate, replaces the first if that one is dissolved, and otherwise
+ends with its request.
 
 With pipeline stages a bundle has blocks of several pools (`pipeline_pools.py`), and lives and dies
 in all of them at once.
@@ -47,8 +47,7 @@ class BlockBundle:
         hash: vLLM's hash of the tokens up to the bundle's end and of all else that their KV depends
             on (LoRA adapter, images, prompt embeddings, `cache_salt`), with a suffix if the blocks
             hold something other than the full cache's KV. None for reserved blocks.
-        blocks: the blocks, layer by layer.
-        counts: number of blocks per pipeline stage; empty with one stage.
+        blocks: the blocks, layer by layer. counts: their number per stage; empty with one stage.
         refs: number of requests that have the blocks in their tables.
         scheduled: whether the step that computes the blocks has been scheduled. Before that, the
             same step can attend to them but cannot copy them.
@@ -77,7 +76,7 @@ class BlockBundle:
 
 
 class BundlePool(BlockPool):
-    """vLLM's block pool, with bundles in place of its prefix cache.
+    """vLLM's block pool, with bundles instead of its prefix cache.
 
     Each block belongs to the free queue, to one request, or to one bundle.
 
@@ -85,7 +84,7 @@ class BundlePool(BlockPool):
         bundles: the bundles that a lookup finds, by hash.
         idle: the bundles without references, reserved blocks included; the first is dissolved
             first.
-        twins: bundles in use whose hash is another bundle's, by hash.
+        duplicates: bundles in use whose hash is another bundle's, by hash.
         bundle_counts: `BlockBundle.counts` of every bundle with a hash and blocks of all layers.
         tier: what is below the pool.
         has_gaps: whether a request may have taken bundles that others in the pool continue.
@@ -99,7 +98,7 @@ class BundlePool(BlockPool):
         self.free_block_queue = FreeBlockStack(self.free_block_queue.get_all_free_blocks())
         self.bundles: dict[BlockHash, BlockBundle] = {}
         self.idle: dict[BlockBundle, None] = {}
-        self.twins: dict[BlockHash, list[BlockBundle]] = {}
+        self.duplicates: dict[BlockHash, list[BlockBundle]] = {}
         self._idle_blocks = 0
         self.tier = Tier()
         self.has_gaps = False
@@ -122,12 +121,11 @@ class BundlePool(BlockPool):
     ) -> BlockBundle:
         """Make a bundle of a request's blocks; the request refers to it.
 
-        Args:
-            counts: of the blocks, where they are those of some KV heads alone; None: of all.
+        `counts` are of the blocks, where they are those of some KV heads alone; None: of all.
         """
         bundle = BlockBundle(block_hash, blocks, self.bundle_counts if counts is None else counts)
         if self.bundles.setdefault(block_hash, bundle) is not bundle:
-            self.twins.setdefault(block_hash, []).append(bundle)
+            self.duplicates.setdefault(block_hash, []).append(bundle)
         return bundle
 
     def withdraw(self, bundle: BlockBundle) -> None:
@@ -143,11 +141,7 @@ class BundlePool(BlockPool):
         return [bundle for bundle in map(self.bundles.__getitem__, hashes) if not bundle.refs]
 
     def adopt(self, hashes: Sequence[BlockHash]) -> tuple[list[BlockBundle], int]:
-        """Add a reference to each bundle of these hashes.
-
-        Returns:
-            The bundles, and how many of them were idle.
-        """
+        """Add a reference to the bundle of each hash; return them, and how many were idle."""
         bundles = [self.bundles[block_hash] for block_hash in hashes]
         revived = 0
         for bundle in bundles:
@@ -160,8 +154,7 @@ class BundlePool(BlockPool):
     def release(self, bundles: Sequence[BlockBundle]) -> int:
         """Drop a request's references to its bundles, given from position 0 on.
 
-        Returns:
-            How many of them no request refers to any more.
+        Returns how many of them no request refers to any more.
         """
         ended = 0
         for bundle in reversed(bundles):
@@ -183,11 +176,7 @@ class BundlePool(BlockPool):
     ) -> bool:
         """Make an idle bundle of blocks that the caller owns.
 
-        Args:
-            origin: see `BlockBundle`.
-
-        Returns:
-            False if the hash has a bundle already; the blocks then remain the caller's.
+        Returns False if the hash has a bundle already; the blocks then remain the caller's.
         """
         if block_hash in self.bundles:
             self.touch_bundle(block_hash)
@@ -215,15 +204,10 @@ class BundlePool(BlockPool):
     def reserve(
         self, counts: npt.NDArray[np.int64], untouchable: npt.NDArray[np.int64]
     ) -> BlockBundle | None:
-        """Reserve blocks that still count as free and are dissolved like an idle bundle.
+        """Reserve `[stages]` blocks that still count as free and are dissolved like an idle bundle.
 
-        Args:
-            counts: `[stages]` blocks to reserve.
-            untouchable: `[stages]` free blocks that must remain as they are: those that became idle
-                last.
-
-        Returns:
-            None if a stage has too few blocks.
+        `untouchable` `[stages]` free blocks must remain as they are: those that became idle last.
+        Returns None if a stage has too few blocks.
         """
         if (counts > self.free_by_stage() - untouchable).any():
             return None
@@ -268,19 +252,19 @@ class BundlePool(BlockPool):
 
     def _forget(self, bundle: BlockBundle) -> None:
         assert bundle.hash is not None
-        twins = self.twins.get(bundle.hash)
+        duplicates = self.duplicates.get(bundle.hash)
         if self.bundles[bundle.hash] is not bundle:
-            assert twins is not None
-            twins.remove(bundle)
-        elif twins:
-            self.bundles[bundle.hash] = twins.pop(0)
+            assert duplicates is not None
+            duplicates.remove(bundle)
+        elif duplicates:
+            self.bundles[bundle.hash] = duplicates.pop(0)
             self.bundles[bundle.hash].announced = bundle.announced
         else:
             del self.bundles[bundle.hash]
             if bundle.announced is not None:
                 bundle.announced.left_device()
-        if twins is not None and not twins:
-            del self.twins[bundle.hash]
+        if duplicates is not None and not duplicates:
+            del self.duplicates[bundle.hash]
 
     @property
     def idle_blocks(self) -> int:

@@ -65,11 +65,7 @@ class CacheStore(Generic[H]):
     def lookup(
         self, request: Request, record: SchedulerRequest, most: int, least: Least
     ) -> H | None:
-        """Return what a request without blocks could begin with; None if that is nothing.
-
-        Args:
-            most: the most tokens. least: see `Least`.
-        """
+        """Return what a request without blocks could begin with, `most` tokens at most, or None."""
         return None
 
     def answer(self, hit: H) -> Sequence[int]:
@@ -81,16 +77,14 @@ class CacheStore(Generic[H]):
     ) -> int:
         """Return the blocks that a request needs for `num_tokens` tokens, if it begins with a hit.
 
-        Args:
-            capped: count only the most that it holds at any one time.
+        If `capped`, count only the most that it holds at any one time.
         """
         raise NotImplementedError
 
     def enter(self, request_id: str, record: SchedulerRequest, hit: H) -> None:
         """Begin the tables of a request with a hit. It has as many blocks as it was said to need.
 
-        Raises:
-            RuntimeError: the request has blocks already.
+        RuntimeError: the request has blocks already.
         """
         raise NotImplementedError
 
@@ -103,8 +97,7 @@ class CacheStore(Generic[H]):
     def take_message(self, evicting: Sequence[Request]) -> Any:
         """Return what the workers must know of the step just scheduled; None for nothing.
 
-        Args:
-            evicting: the requests that come to their first eviction in this step.
+        `evicting` are the requests that come to their first eviction in this step.
         """
         return None
 
@@ -113,8 +106,8 @@ class CacheStore(Generic[H]):
     ) -> tuple[Numbers | int, Numbers | int]:
         """Take a request's shared blocks out of its tables: it has evicted.
 
-        Returns:
-            `[layers]` blocks that leave its tables, and those of them that no request has any more.
+        Returns `[layers]` blocks that leave its tables, and those of them that no request has any
+        more.
         """
         return 0, 0
 
@@ -125,25 +118,19 @@ class CacheStore(Generic[H]):
     def prepare(self, request: Request, record: SchedulerRequest, processed: int) -> None:
         """Note what to save of a request which has ended, when its blocks are freed.
 
-        Args:
-            processed: tokens whose steps have ended.
+        `processed` counts the tokens whose steps have ended.
         """
 
     def leave(self, request_id: str, record: SchedulerRequest) -> Numbers | int:
         """Take what is the store's out of a request's tables, whose blocks are freed next.
 
-        Returns:
-            `[layers]` blocks of its tables that other requests still have.
+        Returns `[layers]` blocks of its tables that other requests still have.
         """
         return 0
 
 
 class Found(NamedTuple):
-    """What was found for a request, until it begins.
-
-    Attributes:
-        store: where. hit: what, as the store knows it.
-    """
+    """What was found for a request until it begins: the store, and its hit."""
 
     store: CacheStore[Any]
     hit: Hit

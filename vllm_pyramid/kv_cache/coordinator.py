@@ -7,8 +7,8 @@ and hundreds of requests costs several times as much as the rest of the step; he
 request answers for all of them.
 
 Layers without V on the device have blocks of twice the tokens, so they share every second boundary
-of the other layers: the same counter, halved, answers for them (`LayerBlocks`). The layers of a
-model that do not evict (`StockGroups`) need their next block at some of these boundaries, too.
+of the other layers: the same counter, halved, answers for them (`LayerBlocks`). The layers that do
+not evict (`StockGroups`) need their next block at some of these boundaries, too.
 """
 
 from __future__ import annotations
@@ -61,11 +61,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         layers: the model's own numbers of the layers. layer_specs: their specs.
         layout: which block tables a request has. layer_managers: the layers' managers.
         layer_blocks: how many blocks the tables need.
-        stock_groups: the layers that do not evict.
         plans: the requests' records and plans.
         stores: what outlives requests. sessions, prefixes: those that admission and reports ask.
         block_copies: copies that the workers make before the step that is being scheduled.
-        counters: counters over all requests.
         blocked_request: the request whose next allocation fails as if blocks were missing.
     """
 
@@ -130,9 +128,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     ) -> int:
         """Return the blocks that all layers together need for `num_tokens` tokens of the request.
 
-        Args:
-            apply_admission_cap: count only the most blocks that they hold at any one time on the
-                way there; vLLM asks so before a request starts, or comes back after a preemption.
+        With `apply_admission_cap` count only the most blocks that they hold at any one time on the
+        way there; vLLM asks so before a request starts, or comes back after a preemption.
         """
         if request_id == self.blocked_request:
             self.blocked_request = None
@@ -214,10 +211,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         return tuple(by_group.get(group, []) for group in range(len(self.single_type_managers)))
 
     def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Give head blocks back: after the whole prompt is processed, and at later evictions.
 
@@ -232,12 +226,16 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         if self.stock_groups:
             self.stock_groups.drop_unseen(request_id, processed_computed_tokens)
         record = self._records.get(request_id)
-        if record is None or record.due is None or processed_computed_tokens < record.due:
+        if (
+            record is None
+            or record.next_release_at is None
+            or processed_computed_tokens < record.next_release_at
+        ):
             return
         if not record.num_blocks:
             return  # it is about to begin with a session, behind evictions of another request
-        resolved, number = self.plans.due_head(request_id, record, processed_computed_tokens)
-        record.due = resolved.next_eviction(processed_computed_tokens)
+        resolved, number = self.plans.next_release(request_id, record, processed_computed_tokens)
+        record.next_release_at = resolved.next_eviction(processed_computed_tokens)
         skip = resolved.skip_after(number)
         left, unused = self.stores.released(request_id, record, resolved)
         before, heads = resolved.skip_after(record.released), skip // self.layer_blocks.block_sizes
@@ -283,10 +281,9 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans.restart(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Dissolve the bundles of all stages at once, a stage's own pool has none; empty the tier.
+        """Dissolve the bundles of all stages at once and empty the tier.
 
-        Returns:
-            False while requests hold blocks; then nothing is changed.
+        Returns False while requests hold blocks; then nothing is changed.
         """
         done = self.block_pool.reset_prefix_cache()
         if done:
@@ -303,14 +300,12 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
 
         The step of that eviction is under way. Preempting for these blocks would be wrong: a
         request alone in the pool would preempt itself, come to the same point again, and never get
-        further. The request gives back now what it can.
-
-        Args:
-            num_tokens: tokens that the request has computed after the next step.
+        further. The request gives back now what it can. `num_tokens` are computed after the next
+        step.
         """
         request_id, computed = request.request_id, request.num_computed_tokens
         record = self._records[request_id]
-        if record.due is None or computed < record.due:
+        if record.next_release_at is None or computed < record.next_release_at:
             return False  # nearly every request, every step
         plan = self.plans.of(request_id)
         processed = computed - request.num_in_flight_tokens

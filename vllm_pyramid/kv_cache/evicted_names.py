@@ -23,8 +23,8 @@ class EvictedNames:
 
     Attributes:
         plan: the request's plan.
-        keys: for each eviction that gives blocks back, by its number: what the KV behind it
-            depends on apart from the tokens.
+        keys: for each eviction that gives blocks back, by its number: what the KV behind it depends
+            on apart from the tokens.
         points: the same keys in order, each with the tokens that are computed at its eviction.
     """
 
@@ -36,9 +36,7 @@ class EvictedNames:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.
 
         An eviction at `end` comes after the attention of the last of them, so it changes nothing.
-
-        Returns:
-            None before the first eviction.
+        None before the first eviction.
         """
         count = bisect_left(self.points, end, key=itemgetter(0))
         return _suffix(self.points[count - 1][1]) if count else None
@@ -87,14 +85,13 @@ def turn_name(
 ) -> BlockHash | None:
     """Return the name of a session's base for what follows a turn that ends inside a block.
 
+    None if the turn ends at a block's edge, where `session_name` names its base; in the first
+    block, which has no hash before it; or among what tokens do not tell: images, embeddings.
+
     Args:
-        hashes: of the request's bundles. size: tokens of a bundle.
+        hashes: of the request's bundles, of `size` tokens each.
         point: tokens at which the turn ends; all of them are the request's.
         key: see `EvictedNames`.
-
-    Returns:
-        None if the turn ends at a block's edge, where `session_name` names its base; in the first
-        block, which has no hash before it; or among what tokens do not tell: images, embeddings.
     """
     whole, tail = divmod(point, size)
     if not tail or not whole or request.prompt_embeds is not None:

@@ -21,10 +21,7 @@ from vllm_pyramid.plan import Plan, RetentionPlan, overwritten_blocks
 class PendingCopy(NamedTuple):
     """Reserved blocks to which the workers copy what an eviction is about to overwrite.
 
-    Attributes:
-        first: number of the first bundle that is copied.
-        hashes: the hashes of the bundles from there to the prompt's end.
-        reserved: the reserved blocks.
+    `first` numbers the first bundle that is copied; `hashes` go from there to the prompt's end.
     """
 
     first: int
@@ -34,9 +31,6 @@ class PendingCopy(NamedTuple):
 
 class EvictedPrefixes:
     """Reserve blocks before an eviction for what it overwrites, and make bundles of them behind it.
-
-    Args:
-        cache: of the layers that evict. records: of the requests, by id.
 
     Attributes:
         pending: the blocks reserved for requests whose evictions have not been reported yet.
@@ -56,14 +50,10 @@ class EvictedPrefixes:
     def reserve(self, requests: Sequence[tuple[Request, int]]) -> dict[str, list[int]]:
         """Reserve blocks for what the evictions in the step just scheduled will overwrite.
 
-        Args:
-            requests: the requests that come to their first eviction in this step, and how many
-                bundles each has.
-
-        Returns:
-            By request, ids of blocks for the workers to copy to (`StepEvictions.copies`), as many
-            as the eviction can need, each of the pool of its layer's stage. A request is left out
-            if it keeps nothing, if all of its prompt is cached, or if a pool has too few blocks.
+        `requests` come to their first eviction in this step; with each, how many bundles it has.
+        Returns by request ids of blocks for the workers to copy to (`StepEvictions.copies`), as
+        many as the eviction can need, each of the pool of its layer's stage. A request is left out
+        if it keeps nothing, if all of its prompt is cached, or if a pool has too few blocks.
         """
         missing = [found for request, own in requests if (found := self._uncached(request, own))]
         reserved: dict[str, list[int]] = {}
@@ -81,11 +71,7 @@ class EvictedPrefixes:
     def _uncached(
         self, request: Request, first: int
     ) -> tuple[str, Plan, int, list[BlockHash]] | None:
-        """Return the plan of a prompt to keep, its first bundle to copy, and the hashes from it on.
-
-        Returns:
-            None if there is nothing to keep.
-        """
+        """Return a prompt to keep: id, plan, first bundle to copy, and the hashes from it on."""
         request_id = request.request_id
         terms = self._records[request_id].terms
         if terms.plan is None or request_id in self.pending:
@@ -102,13 +88,10 @@ class EvictedPrefixes:
         return None
 
     def keep(self, request_id: str, resolved: RetentionPlan | None) -> npt.NDArray[np.int64]:
-        """Make bundles of the copies and of the head's blocks.
+        """Make bundles of the copies and of the head's blocks, if the worker has reported the
+        eviction.
 
-        Args:
-            resolved: None if the worker has not reported the eviction: then nothing was copied.
-
-        Returns:
-            `[layers]` blocks of the head that are no longer the request's.
+        Returns `[layers]` blocks of the head that are no longer the request's.
         """
         pending = self.pending.pop(request_id, None)
         copies = None if pending is None else self._pool.take_reserved(pending.reserved)

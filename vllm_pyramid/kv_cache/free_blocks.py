@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The free blocks of a pool as a stack.
 
-vLLM links its free blocks in both directions, to take any of them out of the middle when its prefix
-cache finds it again. Here bundles replace that cache and keep their blocks out of the free ones, so
-blocks go to the front and are taken from the front only. A slice of a list does both, which counts
-where a step takes a block of every layer for a request.
+vLLM's linked list lets its prefix cache take a free block out of the middle. Here bundles keep
+their blocks out of the free ones, so blocks are put and taken at the ends only: by a slice of a
+list, which counts where a step takes a block of every layer for a request.
 """
 
 from __future__ import annotations
@@ -16,14 +15,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class FreeBlockStack(FreeKVCacheBlockQueue):
-    """Free blocks in the order of vLLM's queue.
-
-    Args:
-        blocks: the free blocks; the first is taken first.
-
-    Attributes:
-        num_free_blocks: how many there are; vLLM reads it.
-    """
+    """Free blocks in vLLM's order; the first is taken first. vLLM reads `num_free_blocks`."""
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:  # vLLM's queue has linked them
@@ -32,11 +24,7 @@ class FreeBlockStack(FreeKVCacheBlockQueue):
         self.num_free_blocks = len(self._stack)
 
     def popleft(self) -> KVCacheBlock:
-        """Take the first block.
-
-        Raises:
-            ValueError: none is free.
-        """
+        """Take the first block; ValueError if none is free."""
         if not self._stack:
             raise ValueError("No free blocks available")
         self.num_free_blocks -= 1

@@ -42,11 +42,7 @@ class HeadKVCacheSpec(LayerKVCacheSpec):
 
     @classmethod
     def of(cls, spec: LayerKVCacheSpec, heads: Heads | None = None) -> Self:
-        """Return the spec of the same layer with a table for each KV head.
-
-        Args:
-            heads: the policy's, which says which of them never evict.
-        """
+        """Return a layer's spec with a table for each KV head; `heads` says which never evict."""
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
         lanes = spec.num_kv_heads
         own: dict[str, Any] = {
@@ -74,11 +70,7 @@ register_spec(HeadKVCacheSpec)
 
 
 class HeadLayout(Layout):
-    """One block table for each KV head of each layer that evicts.
-
-    Args:
-        managers: vLLM's, of all groups.
-    """
+    """One block table for each KV head of each layer that evicts, in vLLM's `managers`."""
 
     owners = "KV heads of all layers"
 
@@ -133,13 +125,11 @@ class HeadLayout(Layout):
         manager.req_to_blocks[request_id][entries] = null
 
     def release_heads(self, request_id: str, heads: Numbers) -> Numbers:
-        """Give back the first blocks of each lane of a request.
+        """Give back the first blocks of each lane; return how many went back, `[lanes of all
+        layers]`.
 
             before   [a0][b0][a1][b1][a2][b2]     after release_heads(rid, [2, 1])
             after    [null][null][null][b1][a2][b2]
-
-        Returns:
-            `[lanes of all layers]`, how many blocks went back to the pool.
         """
         lanes, counts = self.lanes, heads.reshape(-1, self.lanes).tolist()
         released = [

@@ -8,18 +8,16 @@
 
 Nothing is copied when it is computed: a bundle costs a copy when the pool is about to reuse its
 blocks, and none if the host has it already. One slot takes a block of each layer, so a bundle of a
-prefix takes one slot. The base of a session (`session_cache.py`) has another number of blocks and
-takes as many slots as these need.
+prefix takes one slot. The base of a session (`session_cache.py`) takes as many as its blocks need.
 
-The order of a step's copies is enough to keep them right: no step writes to a bundle's blocks, so
-their content is the one before the step, and slots that are loaded are not given to others before
-the step has been scheduled. Workers make the copies of a step in this order, and steps in theirs.
-Every tensor-parallel rank copies its own part of the blocks, by the same message.
+The order of a step's copies keeps them right: no step writes to a bundle's blocks, so their content
+is the one before the step, and slots that are loaded are not given to others before the step has
+been scheduled. Every tensor-parallel rank copies its own part of the blocks, by the same message.
 
 With a folder (`host_files.py`) a bundle that is in a file, and not in host memory, gets a slot when
-it is looked for, and the step fills the slot from the file's bytes. Then it is like any other. A
-step reads `MOST_READ` bytes and the bundle that passes them: a request that finds more in files
-waits, first in the queue, and later steps read on.
+it is looked for, and the step fills the slot from the file's bytes. A step reads `MOST_READ` bytes
+and the bundle that passes them: a request that finds more in files waits, first in the queue, and
+later steps read on.
 """
 
 from __future__ import annotations
@@ -48,9 +46,8 @@ class HostCounters:
     """Counters of the host cache since the start.
 
     Attributes:
-        queries: tokens that requests looked for in the host cache when they began: those that they
-            may begin with and the device did not have.
-        hits: tokens that they found there.
+        queries, hits: tokens that requests looked for here when they began (those that they may
+            begin with and the device did not have), and tokens that they found.
         stored, loaded: blocks copied to the host and from it.
         evictions: bundles that had to go from the host.
         dropped: bundles that were not stored, because too many slots were being read.
@@ -89,10 +86,6 @@ class HostCache(Tier):
         num_slots: bundles that the host memory of each rank holds.
         slot_blocks: blocks of a slot, one for each layer.
         files: bundles that survive a restart; None without a folder.
-
-    Attributes:
-        num_slots, slot_blocks, files: as above.
-        counters: what has happened.
     """
 
     def __init__(self, num_slots: int, slot_blocks: int, files: HostFiles | None = None) -> None:
@@ -122,7 +115,7 @@ class HostCache(Tier):
     def longest_prefix(self, names: Sequence[BlockHash]) -> int:
         """Return how many of these bundles, from the first one on, are in the host cache.
 
-        Those of files are read for it, as far as there are slots and the step may read.
+        Files are read for it, as far as there are slots and the step may read.
         """
         entries = self._entries
         found = next((n for n, name in enumerate(names) if name not in entries), len(names))
@@ -183,10 +176,7 @@ class HostCache(Tier):
     # Storing ----------------------------------------------------------------------------------
 
     def store(self, bundle: BlockBundle) -> None:
-        """Copy a bundle to the host, since the pool gives its blocks away; errors as of a slot's.
-
-        If the host has it already, it becomes the last to go.
-        """
+        """Copy a bundle to the host; if it is there already, it becomes the last to go."""
         name = bundle.hash
         assert name is not None
         if (entry := self._entries.get(name)) is not None:

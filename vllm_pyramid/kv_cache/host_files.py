@@ -5,16 +5,16 @@
     FOLDER/vllm-pyramid/NAMESPACE/ab/...   a file of each rank for each bundle, named by the hash of
                                            the bundle's name
 
-Which files there are is not remembered: a lookup asks the system for the path that follows from the
-bundle's name. Only what this engine has used itself is known, and what the limit needs of the rest
-is counted a few files in every step (`old_files.py`).
+A lookup asks the system for the path that follows from the bundle's name. Only what this engine has
+used itself is known, and what the limit needs of the rest is counted a few files in every step
+(`old_files.py`).
 
 A bundle is written when no request uses it any more, so that a process that is killed loses only
 what its running requests hold. The workers copy the blocks at the begin of the next step and write
 the files in threads (`worker/file_writer.py`). Files are read, and their checksums checked, when a
-request looks for the bundle and finds it neither on the device nor in host memory; whatever is
-wrong with one of them is a miss for all ranks. The namespace says what bytes depend on apart from
-tokens: model, type and layout of the cache, versions. Files of other namespaces go first.
+request finds the bundle neither on the device nor in host memory; whatever is wrong with one of
+them is a miss for all ranks. The namespace says what bytes depend on apart from tokens: model, type
+and layout of the cache, versions. Files of other namespaces go first.
 """
 
 from __future__ import annotations
@@ -59,16 +59,12 @@ class HostFiles:
     """The bundles in a folder.
 
     Args:
-        folder: the user's. A folder of its own is made in it, which only its owner reads.
+        folder: the user's. A folder that only its owner reads is made in it.
         namespace: see `BundleFile.namespace`.
         block_bytes: of each block of each layer, in each rank that has it.
-        limit: the most bytes of all files.
-        largest: the most bytes of a bundle's blocks in a rank.
+        limit: the most bytes of all files. largest: of a bundle's blocks in a rank.
         patience: seconds to wait for another engine that has the folder.
         parts: for each rank, which blocks of a bundle are those of its layers.
-
-    Attributes:
-        counters: what has happened.
 
     Raises:
         ValueError: another engine uses the folder, or it is open to others.
@@ -186,11 +182,7 @@ class HostFiles:
             self._old.add(size)
 
     def read(self, name: bytes) -> tuple[BundleFile, list[memoryview]] | None:
-        """Return what the files of a bundle hold, and the bytes of its blocks; None: a miss.
-
-        Returns:
-            The head of the first part, and for each rank the bytes of its blocks.
-        """
+        """Return the head of a bundle's first file, and each rank's blocks; None: a miss."""
         path = self._path(name)
         if not self._get_known(path):
             return None
@@ -277,8 +269,7 @@ class HostFiles:
     def clear(self) -> None:
         """Remove the files of this namespace, and use the folder no more until the next start.
 
-        Weights may change behind this engine's back now, and a file's name says which weights were
-        loaded.
+        Weights may change from now on, and a file's name says which weights were loaded.
         """
         if self._is_open and self._writes:
             paths = [
@@ -299,11 +290,9 @@ class HostFiles:
         self._saved.clear()
 
     def _make_room(self, size: int) -> bool:
-        """Remove files until `size` more bytes are within the limit.
+        """Remove files until `size` more bytes are within the limit; return False if they are not.
 
-        Returns:
-            False if they are not: what goes first is still looked for. Before all files have been
-            counted, none is removed.
+        Before all files have been counted, none is removed.
         """
         while self.used_bytes + size > self._limit:
             if not self._old.is_counted:

@@ -83,11 +83,11 @@ class LayerBlocks:
         ]
 
     def growth(self, have: int, need: int) -> tuple[Numbers, list[int]]:
-        """Return what extends tables from `have` to `need` units.
+        """Return `[tables]` blocks that extend tables from `have` to `need` units, and `[layers]`
+        sums.
 
-        Returns:
-            `[tables]` blocks, and `[layers]` sums of them up to and with each layer: all tables of
-            a layer are in one of vLLM's, where any new block is as good. Not to be written to.
+        The sums go up to and with each layer: all tables of a layer are in one of vLLM's, where any
+        new block is as good. Not to be written to.
         """
         start = have % self._period
         return self._grown(start, start + need - have)
@@ -103,11 +103,7 @@ class LayerBlocks:
         return entries
 
     def most(self, plan: Plan, num_tokens: int, late: int = 0, *, evicted: bool = False) -> Numbers:
-        """Return the most blocks per stage that a request holds on its way to `num_tokens`.
-
-        Args:
-            late, evicted: see `peak_blocks`.
-        """
+        """Return the most blocks per stage of a request until `num_tokens` (`peak_blocks`)."""
         shortened = plan.inner or plan.every or num_tokens > plan.prompt_len
         if not shortened or num_tokens < plan.prompt_len:
             return self.stages.sums(-(-num_tokens // self.block_sizes))

@@ -82,8 +82,8 @@ def roles_of(
 
     Args:
         stock: vLLM's specs. readers: layers that read the KV of another, and that one.
-        stages: of each pipeline stage its layers; empty where there is one. drafts: layers of a
-            draft model, which keeps its whole cache.
+        stages: of each pipeline stage its layers; empty where there is one.
+        drafts: layers of a draft model, which keeps its whole cache.
 
     Raises:
         ValueError: a layer whose cache cannot be managed, with its name and kind; no layer with
@@ -176,8 +176,7 @@ def _from_the_bottom(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
 def _is_full(name: str, spec: KVCacheSpec, max_model_len: int) -> bool:
     """Return whether a layer has full attention, or a window that no sequence is longer than.
 
-    Raises:
-        ValueError: a cache that cannot be managed.
+    ValueError: a cache that cannot be managed.
     """
     if type(spec) is MambaSpec:
         if spec.mamba_cache_mode != "none" or spec.num_speculative_blocks:

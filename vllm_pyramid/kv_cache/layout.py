@@ -41,14 +41,10 @@ class PrefixKind(NamedTuple):
 
 
 class Layout:
-    """One block table for each layer that evicts.
-
-    Args:
-        managers: vLLM's, of all groups.
+    """One block table for each layer that evicts; `managers` are vLLM's, of all groups.
 
     Attributes:
-        managers: of the layers, from the bottom. specs: of the layers. groups: their groups'
-            numbers.
+        managers, specs: of the layers, from the bottom. groups: their groups' numbers.
         recording: layer and manager of those that note the ids of new blocks, to have them zeroed.
         others: number and manager of each group that does not evict.
         owners: what tables belong to, for messages.
@@ -83,11 +79,7 @@ class Layout:
         return [spec.model_layer for spec in self.specs]
 
     def block_counts(self, stages: PipelineLayout, stock_sizes: Sequence[int]) -> LayerBlocks:
-        """Return how many blocks the tables need.
-
-        Args:
-            stock_sizes: tokens of a block in each group of vLLM's own.
-        """
+        """Return the tables' block counts; `stock_sizes` are block sizes of vLLM's own groups."""
         sizes, full_size = [spec.block_size for spec in self.specs], self.specs[0].full_block_size
         return LayerBlocks(sizes, stages, full_size, stock_sizes)
 
@@ -116,9 +108,7 @@ class Layout:
     ) -> list[tuple[list[int], int]]:
         """Return which entries of each of vLLM's tables are a bundle's, and how many it spans.
 
-        Args:
-            blocks: `[tables]` blocks at a bundle's positions. chosen: `[tables]` whether they are
-                in the bundle.
+        `blocks`, `[tables]`, are at a bundle's positions; `chosen` says which are in the bundle.
         """
         return [
             (list(range(span)) if is_chosen else [], span)
@@ -143,8 +133,7 @@ class Layout:
             before   [ null ][ front ][ head          ][ others
             after    [ null ][ head          ][ front ][ others
 
-        Args:
-            before, heads: `[tables]` entries of the head before and now.
+        `before` and `heads`, `[tables]`, are entries of the head before and now.
         """
         for manager, old, new in zip(self.managers, before.tolist(), heads.tolist(), strict=True):
             table = manager.req_to_blocks[request_id]
@@ -152,11 +141,7 @@ class Layout:
             table[old:end] = [*table[old + count : end], *front]
 
     def release_heads(self, request_id: str, heads: Numbers) -> Numbers:
-        """Give back the first `heads` blocks of each table of a request.
-
-        Returns:
-            `[tables]`, how many blocks went back to the pool.
-        """
+        """Free the first `heads` blocks of each table; return how many were held, `[tables]`."""
         released = [
             manager.release_head(request_id, head)
             for manager, head in zip(self.managers, heads.tolist(), strict=True)

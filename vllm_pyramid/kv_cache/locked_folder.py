@@ -14,8 +14,7 @@ from typing import BinaryIO
 def lock_folder(root: Path, patience: float) -> BinaryIO:
     """Make a folder that only its owner reads, and lock it until the returned file is closed.
 
-    Args:
-        patience: seconds to wait for another engine that has the folder.
+    Waits `patience` seconds for another engine that has the folder.
 
     Raises:
         ValueError: another engine uses the folder, or it is open to others.

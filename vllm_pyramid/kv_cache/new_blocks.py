@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request gets in a step: no block, one in every layer, or more.
 
-vLLM makes a list of new blocks for each group, and a list of their ids. With a group for each layer
+vLLM makes a list of new blocks and one of their ids for each group. With a group for each layer
 these lists are most of a step's objects, and Python's garbage collector walks them several times.
 """
 
@@ -19,7 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 class NoBlocks(KVCacheBlocks):
     """The blocks of a request that needs none in a step: nearly every request, every step.
 
-    vLLM's own class looks into the empty list of every layer to find that it is empty.
+    vLLM's own class looks into the empty list of every layer.
     """
 
     def get_block_ids(self, allow_none: bool = False, **kwargs: Any) -> Any:
@@ -28,11 +28,7 @@ class NoBlocks(KVCacheBlocks):
 
 
 class OneInEach(Sequence[list[KVCacheBlock]]):
-    """One new block for each layer, `[layers][1]`; the lists are made when they are asked for.
-
-    Attributes:
-        column: `[layers]` the blocks.
-    """
+    """One new block for each layer, `[layers][1]`; the lists are made when they are asked for."""
 
     def __init__(self, column: list[KVCacheBlock]) -> None:
         self.column = column
@@ -57,14 +53,11 @@ def extend_tables(
     *,
     units: int,
 ) -> tuple[list[KVCacheBlock], ...]:
-    """Append new blocks to a request's tables, `[layers]`.
+    """Append new blocks to a request's tables, `[layers]`; return them, `[layers][new blocks]`.
 
     Args:
         blocks: those of all layers in turn. ends: where each layer's end among them.
         units: by how many boundaries the tables grow; a layer gets at most one block at each.
-
-    Returns:
-        The new blocks, `[layers][new blocks]`, in the shape of vLLM's contract.
     """
     if units == 1 and len(blocks) == len(ends):  # most allocations of a decode step
         for table, block in zip(tables, blocks, strict=True):
@@ -87,7 +80,7 @@ def begin_tables(
     """Begin a request's tables with heads that are given back already, and new blocks behind them.
 
     Args:
-        managers: of the layers. heads: `[layers]` null blocks. counts: `[layers]` new blocks.
+        heads: `[layers]` null blocks. counts: `[layers]` new blocks.
         front: shared blocks behind the heads; where there are any, the tables have both already.
 
     Returns:
@@ -126,10 +119,5 @@ class NewBlocks(KVCacheBlocks):
 
 
 def kv_cache_blocks(blocks: tuple[list[KVCacheBlock], ...], none: NoBlocks) -> KVCacheBlocks:
-    """Return new blocks as vLLM's scheduler expects them.
-
-    Args:
-        blocks: `[groups][blocks]`, or an empty tuple.
-        none: the answer where there are none.
-    """
+    """Return new blocks, `[groups][blocks]` or an empty tuple, as vLLM's scheduler expects them."""
     return NewBlocks(blocks) if any(blocks) else none

@@ -4,8 +4,8 @@
     counting     each file is looked at once, a few of them in every step, and none is remembered
     afterwards   the oldest `MOST_REMEMBERED` are: the first to go when there is no room
 
-A file's name follows from the bundle's name, so a lookup asks the system and needs none of this.
-A file that this engine has written or read is not old: `HostFiles` knows it, and its bytes.
+A lookup asks the system and needs none of this. A file that this engine has written or read is not
+old: `HostFiles` knows it, and its bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _DIGITS = 2  # of a bundle's name, which name the folder of its files
 class OldFile(NamedTuple):
     """A file of an earlier engine; those of other namespaces come first, then the oldest.
 
-    Attributes:
-        path: of the first part in the engine's own namespace, of any file in others.
+    `path` is the first part in the engine's own namespace, any file in others.
     """
 
     ours: bool
@@ -52,13 +51,7 @@ class OldFiles:
     """
 
     def __init__(
-        self,
-        root: str,
-        own: str,
-        parts: int,
-        is_known: Callable[[str], bool],
-        *,
-        removes: bool,
+        self, root: str, own: str, parts: int, is_known: Callable[[str], bool], *, removes: bool
     ) -> None:
         self._root, self._own, self._parts = root, own, parts
         self._is_known, self._removes = is_known, removes
@@ -83,11 +76,7 @@ class OldFiles:
             count -= 256
 
     def forget(self, path: str, size: int) -> None:
-        """Count a file no more, since this engine knows it now, or it is gone.
-
-        Args:
-            path: of the first part, in the engine's own namespace.
-        """
+        """Count a bundle no more, by its first file: this engine knows it now, or it is gone."""
         if self._has_counted(path):
             self.number -= 1
             self.num_own -= 1
@@ -106,7 +95,7 @@ class OldFiles:
             if self._is_known(oldest.path):
                 continue
             size = self._size(oldest.path, self._parts if oldest.ours else 1)
-            if size is None:  # somebody else has removed it
+            if size is None:  # another process has removed it
                 continue
             self.number -= 1
             self.num_own -= oldest.ours

@@ -45,9 +45,7 @@ class _LayerSpec(Protocol):
 class PipelineLayout:
     """Which tables of evicting layers each pipeline stage has (`layout.py`).
 
-    Attributes:
-        ends: the number behind the last table of each stage.
-        tables_per_layer: how many tables a layer has.
+    `ends` are the numbers behind the last table of each stage.
     """
 
     ends: tuple[int, ...]
@@ -84,12 +82,7 @@ class PipelineLayout:
 
 
 class StagePool(BundlePool):
-    """The blocks of one stage.
-
-    Args:
-        whole: the pools of all stages, which keep the bundles.
-        stage: the stage's number.
-    """
+    """The blocks of one stage; `whole`, the pools of all stages, keeps the bundles."""
 
     def __init__(self, whole: PipelinePools, stage: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,12 +99,8 @@ class StagePool(BundlePool):
 class PipelinePools(BundlePool):
     """A block pool per stage, behind the one pool that vLLM asks.
 
-    This object has no blocks of its own. It keeps the bundles, which have blocks of all stages. All
-    blocks have the same number of tokens, since V is on the device.
-
-    Attributes:
-        stages: which layers each stage has.
-        pools: the stages' pools.
+    This object has no blocks. It keeps the bundles, which have blocks of all stages. All blocks
+    have the same number of tokens, since V is on the device.
     """
 
     def __init__(

@@ -224,11 +224,8 @@ class PrefixCache:
             before   [ bundle ][ bundle ][ own blocks ...
             after    [ null   ][ null   ][ own blocks ...
 
-        Args:
-            heads: `[tables]` entries before them; empty: none.
-
-        Returns:
-            How many of the bundles no request uses any more.
+        `heads`, `[tables]`, are entries before them; empty: none. Returns how many of the bundles
+        no request uses any more.
         """
         for manager, (entries, stride), head in self._tables(heads):
             null = [manager.block_pool.null_block] * len(bundles)
@@ -252,12 +249,7 @@ class PrefixCache:
             self._pool.withdraw(bundle)
 
     def hashes(self, request: Request, key: bytes = b"") -> list[BlockHash]:
-        """Return the hashes of a request's bundles.
-
-        Args:
-            key: what their KV depends on apart from the tokens, as `RequestTerms.cache_key` says;
-                a bare hash names a bundle of the full cache.
-        """
+        """Return the hashes of a request's bundles, each with `key` (`RequestTerms.cache_key`)."""
         found = request.block_hashes[self._hashes_per_bundle - 1 :: self._hashes_per_bundle]
         return [BlockHash(one + key) for one in found] if key else found
 

@@ -273,9 +273,8 @@ class PrefixStore(CacheStore[PrefixHit]):
     ) -> None:
         """Begin empty tables with heads, `[tables]`, and the bundles of what stays in place.
 
-        Args:
-            shared: how many of the bundles are there; the others come from the tier below, into
-                blocks that others find from now on.
+        `shared` of the bundles are there; the others come from the tier below, into blocks that
+        others find from now on.
         """
         cache, own = self.cache, self._own(request_id)
         bundles, revived = cache.enter(request_id, front[:shared], shared, heads)
@@ -295,7 +294,7 @@ class PrefixStore(CacheStore[PrefixHit]):
     def claim(self, request_id: str, first: int) -> None:
         """Make the bundles of a request from number `first` on its own, before it writes to them.
 
-        Nobody finds them from now on, nor what the step being scheduled computes.
+        No lookup finds them from now on, nor what the step being scheduled computes.
         """
         self._pool.has_gaps = True
         self._published_from.pop(request_id, None)

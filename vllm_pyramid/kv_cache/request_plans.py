@@ -13,11 +13,7 @@ from vllm_pyramid.plan import Eviction, Plan, RetentionPlan
 
 
 class RequestPlans:
-    """What every request keeps.
-
-    Attributes:
-        records: the requests' records, by request id.
-    """
+    """What every request keeps: the requests' records, by request id."""
 
     def __init__(self, counters: CacheCounters) -> None:
         self._counters = counters
@@ -44,7 +40,11 @@ class RequestPlans:
         if not record.num_blocks:
             del self.records[request_id]
             return
-        record.terms, record.plan, record.due = replace(record.terms, plan=None), None, None
+        record.terms, record.plan, record.next_release_at = (
+            replace(record.terms, plan=None),
+            None,
+            None,
+        )
 
     def of(self, request_id: str) -> Plan:
         """Return the plan that the request follows."""
@@ -55,9 +55,8 @@ class RequestPlans:
     def confirm(self, request_id: str, eviction: Eviction) -> None:
         """Record what the worker evicted, and the lengths if the worker has decided them.
 
-        Raises:
-            RuntimeError: the report differs from the plan, or from what a deferred plan promised.
-                The plan would then free blocks that the worker still reads.
+        RuntimeError: the report differs from the plan, or from what a deferred plan promised. The
+        plan would then free blocks that the worker still reads.
         """
         record = self.records.get(request_id)
         if record is None or not record.num_blocks:
@@ -81,7 +80,7 @@ class RequestPlans:
             )
         record.resolved, record.confirmed = resolved, number
         if record.is_ordered:
-            record.due = plan.prompt_len
+            record.next_release_at = plan.prompt_len
         self._counters.num_evictions += bool(expected)
         self._counters.tokens_evicted += evicted
 
@@ -104,13 +103,12 @@ class RequestPlans:
         record = self.records.get(request_id)
         return record is not None and record.released > 0
 
-    def due_head(
+    def next_release(
         self, request_id: str, record: SchedulerRequest, processed: int
     ) -> tuple[RetentionPlan, int]:
-        """Return the plan and the eviction by which a head may go that is due.
+        """Return the plan and the eviction by which a head may go now.
 
-        Raises:
-            RuntimeError: the worker had to evict by now and has not reported that it did.
+        RuntimeError: the worker had to evict by now and has not reported that it did.
         """
         plan, resolved, confirmed = record.plan, record.resolved, record.confirmed
         assert plan is not None

@@ -39,8 +39,8 @@ class RequestTerms:
     def suffix(self, end: int) -> bytes | None:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.
 
-        Returns:
-            `cache_key`, empty if it is the full cache's KV; None if no other request may find it.
+        This is `cache_key`, empty if it is the full cache's KV; None if no other request may find
+        it.
         """
         if self.reusable is None or end <= self.reusable:
             return self.cache_key
@@ -62,7 +62,7 @@ class SchedulerRequest:
         resolved: the plan by which the worker moved its survivors, once the worker has reported.
         confirmed: number of the latest eviction that the worker has reported.
         released: number of the latest eviction whose head has been given back.
-        due: processed tokens at which its next head may go; None if none will.
+        next_release_at: processed tokens at which its next head may go; None if none will.
     """
 
     terms: RequestTerms = RequestTerms()
@@ -74,24 +74,22 @@ class SchedulerRequest:
     resolved: RetentionPlan | None = None
     confirmed: int = 0
     released: int = 0
-    due: int | None = None
+    next_release_at: int | None = None
 
     @classmethod
     def at_start(cls, terms: RequestTerms) -> SchedulerRequest:
         """Make the record of a request that holds nothing: a new or a preempted one."""
         plan = terms.plan
         evicts = plan is not None and plan.evicts and not plan.waits_for_orders
-        return cls(terms, plan, due=plan.exact_tokens if plan is not None and evicts else None)
+        return cls(
+            terms, plan, next_release_at=plan.exact_tokens if plan is not None and evicts else None
+        )
 
     def begin_evicted(self, plan: RetentionPlan, tokens: int, num_blocks: int) -> None:
-        """Begin as if the request had computed `tokens` tokens, and had evicted by then.
-
-        Args:
-            num_blocks: see the attribute.
-        """
+        """Begin as if the request had computed `tokens` tokens, and had evicted by then."""
         self.num_blocks, self.resolved = num_blocks, plan
         self.confirmed = self.released = plan.evictions_by(tokens)
-        self.due = plan.next_eviction(tokens)
+        self.next_release_at = plan.next_eviction(tokens)
 
     @property
     def is_ordered(self) -> bool:

@@ -6,11 +6,8 @@
     request b   [ b0 ]     [ b1 ]     [ b2 ]     [ b3 ]     {a, b}: 1
     request c   [ b0 ]     [ b1 ]     [ b4 ]                {b}: 1   {c}: 1
 
-A request has some of its bundles to its end, the others until its first eviction: its name is in
-these sets with which of the two it is.
-
-Prefixes form a tree, so there are few such sets, however many bundles there are: finding out what
-requests share takes a look at the sets alone.
+A request has some of its bundles to its end, the others until its first eviction; the sets tell
+which. Prefixes form a tree, so there are few such sets, however many bundles there are.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ _HOLDERS = attrgetter("holders")
 class SharedBlockIndex:
     """The number of bundles that each set of requests has, kept up to date as tables change.
 
-    Attributes:
-        counts: bundles by their set of requests, sets of one request included.
+    `counts` has the bundles by their set of requests, sets of one request included.
     """
 
     def __init__(self) -> None:

@@ -22,11 +22,11 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 class LayerKVCacheSpec(FullAttentionSpec):
     """Full attention whose blocks belong to one layer alone.
 
-    Layers of this spec never share a KV cache group, so each has a block table of its own; their
-    pages have one size and come from one pool.
+    Layers of this spec never share a KV cache group, so each has its own block table; their pages
+    have one size and come from one pool.
 
     Attributes:
-        layer_idx: from the bottom, among the layers that evict. num_layers: that evict.
+        layer_idx: from the bottom, among the `num_layers` layers that evict.
         model_layer: the model's own number of it.
         stages: layers that evict in each pipeline stage; empty: there is one stage.
     """
@@ -52,9 +52,9 @@ class LayerKVCacheSpec(FullAttentionSpec):
         That is all of it, where nothing is evicted before its end. vLLM's check at start-up, the
         length that fits and the concurrency that it prints go by this.
 
-        vLLM adds up what all layers of the model say, for each worker. With pipeline stages, which
-        have pools of their own, the sum must be that of the stage that needs most, so the layers of
-        the others say nothing.
+        vLLM adds up what all layers say, for each worker. Pipeline stages have pools of their own,
+        so the sum must be that of the stage that needs most, and the layers of the others say
+        nothing.
         """
         settings = ServedSettings.of(vllm_config)
         if not self.stages and (settings is None or settings.policy.inner_policy is None):
@@ -73,12 +73,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """Merge one spec only.
-
-        Raises:
-            AssertionError: for several; vLLM takes that as "these layers are not uniform" and
-                keeps them apart.
-        """
+        """Merge one spec only; vLLM keeps layers apart on an AssertionError ("not uniform")."""
         if len(specs) != 1:
             raise AssertionError("layers with their own KV budget do not share a block table")
         return specs[0]
@@ -90,10 +85,10 @@ class LayerKVCacheSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
-    """A layer of which the device holds K alone; V lies elsewhere.
+    """A layer of which the device holds K alone; V is in host memory.
 
-    Its blocks have twice the tokens of those with V, `head_size_v` is 0, and so a page has the
-    same bytes and comes from the same pool.
+    Its blocks have twice the tokens of those with V, `head_size_v` is 0, and so a page has the same
+    bytes and comes from the same pool.
     """
 
     @classmethod
@@ -113,8 +108,9 @@ class KeyOnlyKVCacheSpec(LayerKVCacheSpec):
 def register_spec(*specs: type[LayerKVCacheSpec]) -> None:
     """Make specs of layers known in this process. Idempotent.
 
-    vLLM registers its own specs only if the registry is still empty, so they go first. Called when
-    this module is imported: a worker imports it to make specs, the engine core by unpickling them.
+    Called when this module is imported: a worker imports it to make specs, the engine core by
+    unpickling them. vLLM registers its own specs only if the registry is still empty, so they go
+    first.
     """
     register_stock_specs()
     for spec in specs:
@@ -148,8 +144,7 @@ class HostSlots:
 
         Args:
             num_bytes: of a tensor-parallel rank, all pipeline stages together.
-            specs: of the layers that evict: all of them, or those of one stage. Their pages have
-                one size.
+            specs: of the layers that evict: all, or those of one stage. Their pages have one size.
             extra_bytes: beside each block, see `Policy.extra_bytes`.
 
         Raises:

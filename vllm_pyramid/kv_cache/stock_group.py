@@ -33,13 +33,7 @@ _NO_BOUND = 1 << 40
 
 
 class Computed(NamedTuple):
-    """What the step being scheduled will have computed of a request.
-
-    Attributes:
-        hashes: the request's hashes, which grow as it does.
-        suffix: the request's suffix.
-        tokens: tokens that are computed by the end of the step.
-    """
+    """What the step being scheduled will have computed of a request: its first `tokens` tokens."""
 
     hashes: Sequence[BlockHash]
     suffix: Suffix
@@ -48,12 +42,9 @@ class Computed(NamedTuple):
 
 @dataclass(slots=True)
 class StockTable:
-    """A request's table in the layers of a group; those of all its layers are alike.
+    """A request's table in all layers of a group; its first `nulls` entries are null.
 
-    Attributes:
-        entries: entries of the table.
-        nulls: how many leading entries are null.
-        bundles: the bundles that others can find, from the first entry that is not null.
+    `bundles` are those that others can find, from the first entry that is not null.
     """
 
     entries: int = 0
@@ -69,8 +60,7 @@ class StockGroup:
         members: vLLM's manager of each layer, with its place among all KV cache groups.
 
     Attributes:
-        managers: vLLM's managers, one per layer.
-        groups: the managers' places among all KV cache groups.
+        managers, groups: vLLM's managers, one per layer, and their places.
         block_size: tokens of a block.
         sees: the most earlier tokens that a layer attends to.
         max_blocks: the most blocks that vLLM reserves for a request.
@@ -225,10 +215,10 @@ class StockGroup:
             number += 1
 
     def exact_bundles(self, request: Request, start: int) -> tuple[int, list[BlockBundle | None]]:
-        """Return bundles of the full cache's KV in a request's table, from number `start` on.
+        """Return the number of the first bundle of the full cache's KV in a request's table from
+        `start` on.
 
-        Returns:
-            The number of the first; and each that a lookup finds, None where it finds none.
+        With it the bundles that a lookup finds, None where it finds none.
         """
         if (table := self.tables.get(request.request_id)) is None:
             return start, []
@@ -274,11 +264,8 @@ class StockGroup:
     ) -> tuple[list[list[KVCacheBlock]], list[list[KVCacheBlock]]]:
         """Begin a request's tables with blocks of its own, in the places of `count` bundles.
 
-        Args:
-            sources: the blocks of the last of these bundles, which are in sight.
-
-        Returns:
-            Per layer, the blocks to copy, and the request's blocks that take them.
+        `sources` are the blocks of the last of these bundles, which are in sight. Returns per layer
+        the blocks to copy, and the request's blocks that take them.
         """
         per_bundle = self._blocks_per_bundle
         entries, in_sight = count * per_bundle, len(sources) * per_bundle

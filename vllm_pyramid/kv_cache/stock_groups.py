@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that no policy evicts from: sliding windows, chunks, states, a draft model's layers.
 
-A hybrid model has such layers next to those that evict, and so has a draft model; their blocks come
-from the same pool. vLLM puts each of them into a KV cache group of its own there, and its managers
-say what they hold. Layers of one spec make one `StockGroup`.
+Their blocks come from the pool of the layers that evict. vLLM puts each of them into a KV cache
+group of its own, and its managers say what they hold. Layers of one spec make one `StockGroup`.
 
 With prefix caching, computed blocks become bundles (`bundles.py`), one per group and range of
 positions. A bundle belongs to its request as long as the request attends to it, and is idle from
 then on. A prefix or a session (`session_cache.py`) is found as far as the cache has all that its
-next token attends to. The request copies it into blocks of its own: a window soon leaves its blocks
-behind, so sharing them would gain little.
+next token attends to. The request copies it into its own blocks: a window soon passes its blocks,
+so sharing them would gain little.
 """
 
 from __future__ import annotations
@@ -30,13 +29,9 @@ from vllm_pyramid.kv_cache.stock_group import Computed, Numbers, StockGroup, Suf
 
 
 class StockGroups:
-    """The layers of a model that keep what vLLM keeps, whatever the policy.
+    """The layers of a model that keep what vLLM keeps, whatever the policy; one group per spec.
 
-    Args:
-        managers: vLLM's managers of all such layers, with their places among all groups.
-
-    Attributes:
-        groups: one object per spec.
+    `managers` are vLLM's of all such layers, with their places among all groups.
     """
 
     def __init__(
@@ -59,14 +54,11 @@ class StockGroups:
         return self._num_layers
 
     def share(self, bundle_tokens: int, hash_tokens: int) -> bool:
-        """Let prefixes be found from now on.
+        """Let prefixes be found from now on; False if the layers have a state, or larger blocks.
 
         Args:
             bundle_tokens: tokens of a bundle of the evicting layers.
             hash_tokens: tokens of one of a request's hashes.
-
-        Returns:
-            False if these layers cannot: they have a state, or larger blocks.
         """
         self._shares = all(group.may_share(bundle_tokens) for group in self.groups)
         if self._shares:
@@ -91,8 +83,7 @@ class StockGroups:
     def blocks_of(self, tokens: Numbers | int, in_flight: Numbers | int) -> Numbers:
         """Return the most blocks that requests with `tokens` tokens hold, in any shape.
 
-        Args:
-            in_flight: tokens that are scheduled and whose steps have not ended.
+        `in_flight` tokens are scheduled, and their steps have not ended.
         """
         total = np.zeros(np.broadcast(tokens, in_flight).shape, np.int64)
         for group in self.groups:
@@ -123,11 +114,7 @@ class StockGroups:
         return found
 
     def drop_unseen(self, request_id: str, processed: int) -> None:
-        """Give back the blocks that no later token of a request attends to.
-
-        Args:
-            processed: tokens whose steps have ended.
-        """
+        """Give back the blocks that no token behind the `processed` ones attends to."""
         for group in self.groups:
             group.drop_unseen(request_id, processed)
 
@@ -146,7 +133,7 @@ class StockGroups:
             self._noted[request_id] = Computed(request.block_hashes, suffix, tokens)
 
     def forget_noted(self, request_id: str) -> None:
-        """Let nobody find what the step being scheduled computes of a request."""
+        """Publish nothing that the step being scheduled computes of a request."""
         self._noted.pop(request_id, None)
 
     @property
@@ -172,9 +159,7 @@ class StockGroups:
     def covered(self, hashes: Sequence[BlockHash], suffix: Suffix) -> int:
         """Return how many bundles a request can begin with: all that its next token sees is cached.
 
-        Args:
-            hashes: the hashes of bundles of the evicting layers, from position 0 on.
-            suffix: the request's suffix.
+        `hashes` are of bundles of the evicting layers, from position 0 on.
         """
         count = len(hashes)
         windows = []
@@ -207,12 +192,10 @@ class StockGroups:
     def enter(
         self, request_id: str, hashes: Sequence[BlockHash], suffix: Suffix
     ) -> tuple[list[list[KVCacheBlock]], list[list[KVCacheBlock]]]:
-        """Begin a request's tables with blocks of its own.
+        """Begin a request's tables with blocks of its own; return the blocks to copy, and those
+        that take them.
 
         The pool must have as many free blocks in addition to those that are copied.
-
-        Returns:
-            The blocks to copy, and the request's blocks that take them.
         """
         sources = self.sources(hashes, suffix)
         blocks = [[self._pool.bundles[name].blocks for name in names] for names in sources]

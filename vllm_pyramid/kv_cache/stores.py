@@ -16,12 +16,7 @@ from vllm_pyramid.plan import RetentionPlan
 
 
 class Stores:
-    """The stores, each of which is called as `CacheStore` says.
-
-    Args:
-        pool: of all blocks, with the tier below it.
-        stores: in the order in which they are looked up.
-    """
+    """The stores in the order in which they are looked up, each called as `CacheStore` says."""
 
     def __init__(self, pool: BundlePool, stores: Sequence[CacheStore[Any]]) -> None:
         self._pool, self._stores = pool, list(stores)
@@ -43,16 +38,11 @@ class Stores:
         *,
         shared: bool = True,
     ) -> int:
-        """Look a request without blocks up; the first store that finds something serves it.
+        """Look a request without blocks up; return the tokens that it need not compute.
 
-        Its blocks become the request's, or are copied, when its next allocation succeeds.
-
-        Args:
-            most: the most tokens to find. least: see `Least`.
-            shared: whether to look for what other requests have computed here.
-
-        Returns:
-            The tokens that it need not compute.
+        The first store that finds something, `most` tokens at most, serves it. Its blocks become
+        the request's, or are copied, when its next allocation succeeds. `shared`: whether to look
+        for what other requests have computed here.
         """
         record.found = None
         for store in self._stores:
@@ -84,11 +74,7 @@ class Stores:
     def released(
         self, request_id: str, record: SchedulerRequest, resolved: RetentionPlan
     ) -> tuple[Numbers | int, Numbers | int]:
-        """Take a request's shared blocks out of its tables: it has evicted.
-
-        Returns:
-            `[layers]` blocks that leave its tables, and those of them that no request has any more.
-        """
+        """Take a request's shared blocks out of its tables; see `CacheStore.released`."""
         left: Numbers | int = 0
         unused: Numbers | int = 0
         for store in self._stores:
@@ -107,11 +93,7 @@ class Stores:
                 store.prepare(request, record, processed)
 
     def leave(self, request_id: str, record: SchedulerRequest) -> Numbers | int:
-        """Take what is the stores' out of a request's tables, whose blocks are freed next.
-
-        Returns:
-            `[layers]` blocks of its tables that other requests still have.
-        """
+        """Take what is the stores' out of a request's tables; see `CacheStore.leave`."""
         others: Numbers | int = 0
         for store in reversed(self._stores):  # sessions take what prefixes leave
             others = others + store.leave(request_id, record)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is below the block pool: a place for bundles that have left it, from which they come back.
-
-The pool and the stores call it. `Tier` itself is that of a pool with nothing below: it finds
-nothing and takes nothing. `host_cache.py` is the one in host memory.
-"""
+"""What is below the block pool: a place for bundles that leave it, from which they come back."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Tier:
-    """Bundles by name, outside the device's pool.
+    """Bundles by name, outside the device's pool; this class finds nothing and takes nothing.
 
     A lookup is followed by `pin` and `load` of what a request begins with, or by nothing.
     """

@@ -83,10 +83,11 @@ class SharesAllocator(CurveAllocator):
 def share_out(weights: Reals, mean: int, capacity: int, floor: float = 0.0) -> Reals:
     """Divide B tokens a layer in proportion to weights: `[m]` reals in [0, C] summing to B * m.
 
+    Layers whose share is above C keep C, and the others share what is left, in proportion.
+
     Args:
-        weights: `[m]`, finite and not negative; all 0 means all alike.
-        mean: B. capacity: C >= B. Layers whose share is above C keep C, and the others share what
-            is left, in proportion.
+        weights: `[m]`, finite and not negative; all 0 means equal shares.
+        mean: B. capacity: C >= B.
         floor: tokens that each layer keeps whatever its weight, at most B; the rest is shared.
     """
     return share_out_all(weights, np.array([mean]), np.array([capacity]), floor)[0]

@@ -280,11 +280,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _import(module: str) -> ModuleType:
-    """Import a module of presses, past the package's own `__init__`.
-
-    Raises:
-        ValueError: kvpress is not installed, or another version.
-    """
+    """Import a module past the package's own `__init__`; ValueError: kvpress 0.5.5 is missing."""
     try:
         found = importlib.metadata.distribution("kvpress")
     except importlib.metadata.PackageNotFoundError:
@@ -314,11 +310,7 @@ def _import(module: str) -> ModuleType:
 
 @lru_cache(maxsize=32)
 def _make(press: str, settings: str) -> Any:
-    """Return a press with its settings, which are checked against the fields of its class.
-
-    Raises:
-        ValueError: an unknown setting, or one that the press refuses.
-    """
+    """Return a press with its settings; ValueError for an unknown one, or one that it refuses."""
     import dataclasses
 
     cls = getattr(_import(PRESSES[press].module), press)

@@ -17,16 +17,11 @@ if TYPE_CHECKING:
 def next_evictions(
     step: Step, policy: Policy, scorer: Scorer, *, inside: bool
 ) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-    """Return the tokens computed at each request's next eviction by a scorer, and if there is one.
+    """Return the tokens, `[R]`, computed at each request's next eviction by a scorer, and if there
+    is one.
 
-    An eviction that the step itself comes to counts as the next one.
-
-    Args:
-        scorer: of the policy, or of its evictions inside prompts.
-        inside: whether it scores those alone.
-
-    Returns:
-        `[R]` tokens, and `[R]` bool.
+    An eviction that the step itself comes to counts as the next one. `inside`: the scorer scores
+    evictions inside prompts alone.
     """
     inner = step.next_inner_eviction()
     if inside:

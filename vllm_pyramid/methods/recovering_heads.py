@@ -110,10 +110,9 @@ class RecoveringHeads(SolvedHeads):
 
 
 def lowered(lengths: Integers, total: int) -> Integers:
-    """Return `lengths` with the largest lowered to one level, so that the sum is `total`.
+    """Return `[G]` lengths with the largest lowered to one level, so that the sum is `total`.
 
-    Args:
-        lengths: `[G]`, not negative. total: 0 .. their sum; what a level leaves goes to the first.
+    What a level leaves goes to the first.
     """
     low, high = 0, int(lengths.max())
     while low < high:  # the highest level whose sum is at most `total`

@@ -50,11 +50,7 @@ class Centres(NamedTuple):
 
     @classmethod
     def read(cls, name: str) -> Centres:
-        """Read a file.
-
-        Raises:
-            ValueError: it is unreadable, or holds something else.
-        """
+        """Read a file; ValueError: it is unreadable, or holds something else."""
         import numpy as np
         import torch
 

@@ -23,9 +23,10 @@ def peak_blocks(
     *,
     evicted: bool = False,
 ) -> IntArray:
-    """Return each layer's blocks at the moment when all layers together hold most.
+    """Return each layer's blocks at the moment when all layers together hold most, `[num_layers]`.
 
-    The numbers of a deferred plan are those of its estimate.
+    Their sum is the request's peak, or an upper bound of it if the request evicts after the
+    prompt's end. A deferred plan counts as its estimate.
 
     Args:
         tokens: tokens computed at the last moment considered, at least those of the prompt.
@@ -34,10 +35,6 @@ def peak_blocks(
         stages: layers of each pipeline stage, where stages have pools of their own: the moment is
             then chosen for each stage by itself.
         evicted: consider only moments behind the first eviction; zeros if there is none.
-
-    Returns:
-        `[num_layers]`; their sum is the request's peak, or an upper bound of it if the request
-        evicts after the prompt's end.
     """
     plan = plan.estimate()
     assert tokens >= plan.prompt_len
@@ -71,8 +68,8 @@ def _blocks_between_evictions(
     """Return an upper bound of each layer's blocks between two evictions during generation.
 
     The total that all layers keep grows with each eviction until it is the budget, though a single
-    layer's part may fall. `every` tokens are computed up to the next eviction. Of each layer's
-    blocks the last may be filled in part, and the first may have tokens beyond what is kept.
+    layer's part may fall. Of each layer's blocks the last may be filled in part, and the first may
+    have tokens beyond what is kept.
     """
     end, last = plan.end_number, plan.evictions_by(tokens)
     keeps = np.stack([plan.after(number).keep for number in (end, last)])
@@ -89,8 +86,7 @@ def _blocks_between_evictions(
 def overwritten_blocks(plan: Plan, stages: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return how many whole blocks the first eviction writes to at most, `[stages]`.
 
-    Args:
-        stages: layers of each pipeline stage; a deferred plan has one.
+    `stages` has the layers of each pipeline stage; a deferred plan has one.
     """
     if plan.is_deferred:
         assert len(stages) == 1, "lengths are decided from the scores of all layers"
@@ -106,11 +102,7 @@ def overwritten_blocks(plan: Plan, stages: Sequence[int]) -> npt.NDArray[np.int6
 
 
 def least_given_back(plan: DeferredPlan, block_sizes: npt.NDArray[Any]) -> int:
-    """Return how many blocks of all layers the eviction gives back at least, whatever is decided.
-
-    Args:
-        block_sizes: `[num_layers]`, see `EvictionPoint.blocks_in`.
-    """
+    """Return how many blocks the eviction gives back at least in all layers, at any lengths."""
     # Of what each layer skips, less than a block may have to stay.
     skipped = plan.num_layers * (plan.prompt_len - plan.budget_tokens)
     largest = int(block_sizes.max())
@@ -120,12 +112,8 @@ def least_given_back(plan: DeferredPlan, block_sizes: npt.NDArray[Any]) -> int:
 def tokens_per_step(plan: RetentionPlan, longest: int) -> tuple[int, int]:
     """Return bounds of the prompt tokens that a step computes; steps end at evictions.
 
-    Args:
-        longest: tokens of a chunk at most.
-
-    Returns:
-        The smallest mean over the steps that follow the prompt's beginning or one of its evictions,
-        and the most tokens that one step computes.
+    `longest` is the most tokens of a chunk. Returns the smallest mean over the steps that follow
+    the prompt's beginning or one of its evictions, and the most tokens that one step computes.
     """
     stretches = np.diff([point.computed for point in plan.points], prepend=0)[::-1]
     steps = -(-stretches // longest)

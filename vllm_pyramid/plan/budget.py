@@ -40,11 +40,7 @@ class Budget:
 
     @classmethod
     def parse(cls, value: object) -> Budget:
-        """Parse `512`, `"512"` or `"12%"` (also `"12.5%"`).
-
-        Raises:
-            ValueError: for anything else, with what was given and what is expected.
-        """
+        """Parse `512`, `"512"`, `"12%"` or `"12.5%"`; ValueError says what is expected."""
         if isinstance(value, Budget):
             return value
         # bool is an int to Python, but a budget of `true` is a mistake.
@@ -112,12 +108,8 @@ class Budget:
     def tokens_for(self, prompt_len: int, min_budget: int) -> int:
         """Return the tokens per layer and KV head for a prompt, at most the prompt's own.
 
-        Shares are rounded up.
-
-        Args:
-            prompt_len: tokens of the prompt.
-            min_budget: tokens that the policy needs (window + sinks + 1); shares of short prompts
-                are raised to it and to `min_tokens`.
+        Shares are rounded up. Shares of short prompts are raised to `min_tokens`, and to
+        `min_budget`, the tokens that the policy needs (window + sinks + 1).
         """
         if self.tokens is not None:
             return min(self.tokens, prompt_len)

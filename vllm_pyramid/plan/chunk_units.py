@@ -7,22 +7,13 @@ from typing import NamedTuple
 
 
 class ChunkUnits(NamedTuple):
-    """Units of a prompt: unit i begins at token `i * size`.
-
-    Attributes:
-        tokens: the first tokens of the prompt, which are computed so; a multiple of `size`.
-        size: tokens of a unit.
-    """
+    """Units of a prompt's first `tokens`, a multiple of `size`: unit i begins at `i * size`."""
 
     tokens: int = 0
     size: int = 1
 
     def chunk(self, computed: int, tokens: int) -> int:
-        """Return the tokens of a chunk that cuts no unit, at most `tokens`.
-
-        Args:
-            computed: tokens before the chunk, whole units.
-        """
+        """Return the tokens, at most `tokens`, of a chunk that cuts no unit, behind whole units."""
         end = computed + tokens
         return tokens if end >= self.tokens else max(end // self.size * self.size - computed, 0)
 

@@ -143,12 +143,9 @@ class DeferredPlan:
     def end_point(self, keep: Sequence[int] | npt.NDArray[Any]) -> EvictionPoint:
         """Check the decided lengths of layers that share a total; return their part of the point.
 
-        Args:
-            keep: `[layers]` tokens kept per KV head, window and sinks included; of all layers, or
-                of some whose mean is bounded as that of all is.
-
-        Raises:
-            ValueError: a layer outside least .. prompt, or a total that breaks the plan's bounds.
+        `keep`, `[layers]`, has the tokens kept per KV head, window and sinks included; of all
+        layers, or of some whose mean is bounded as that of all is. ValueError: a layer outside
+        least .. prompt, or a total that breaks the plan's bounds.
         """
         lengths = np.asarray(keep, np.int64)
         count, low, high = len(lengths), int(lengths.min()), int(lengths.max())
@@ -173,24 +170,13 @@ class DeferredPlan:
         return EvictionPoint.of(self.prompt_len, self.block_size, mean, lengths, self.fill_blocks)
 
     def resolve(self, keep: Sequence[int] | npt.NDArray[Any]) -> RetentionPlan:
-        """Check the decided lengths and return the final plan.
-
-        Args:
-            keep: `[num_layers]` tokens kept per KV head, window and sinks included.
-
-        Raises:
-            ValueError: another number of layers, or as of `end_point`.
-        """
+        """Check the decided lengths of all layers as `end_point` does; return the final plan."""
         if np.shape(keep) != (self.num_layers,):
             raise ValueError(f"{np.size(keep)} lengths for {self.num_layers} layers")
         return RetentionPlan((self.end_point(keep),))
 
     def resolved(self, keep: Sequence[int] | None) -> RetentionPlan:
-        """Resolve the plan with the lengths that a worker reports.
-
-        Raises:
-            ValueError: as `resolve`, or no lengths are given.
-        """
+        """Resolve the plan with the lengths that a worker reports; ValueError for None."""
         if keep is None:
             raise ValueError("no lengths were reported")
         return self.resolve(keep)

@@ -98,7 +98,7 @@ class EvictionPoint:
         ]
 
     def beside(self, protected: int, in_place: int = 0) -> EvictionPoint:
-        """Return the point of as many tokens more, spans' tokens, all of which stay in every layer.
+        """Return the point with `protected` tokens of spans more, all of which stay in every layer.
 
         What is given back does not change. A layer whose share of recent tokens would leave no room
         for its first ones has fewer recent ones, so that nothing that stays competes with spans.
@@ -141,11 +141,9 @@ class EvictionPoint:
         return self.blocks_in(np.array(self.block_size))
 
     def blocks_in(self, block_sizes: npt.NDArray[Any]) -> IntArray:
-        """Return `blocks` for layers with blocks of different sizes.
+        """Return `blocks` for layers with blocks of different sizes, `[num_layers]`.
 
-        Args:
-            block_sizes: `[num_layers]`; `block_size` is a multiple of each, so that skipped blocks
-                are whole in all of them.
+        `block_size` is a multiple of each, so that skipped blocks are whole in all layers.
         """
         return read_only(-(-self.computed // block_sizes) - self.skip // block_sizes)
 
@@ -161,8 +159,7 @@ class Eviction(NamedTuple):
 
     Attributes:
         tokens: evicted now, summed over all layers.
-        keep: tokens that the policy keeps in each layer, where they were decided from the prompt's
-            scores; None where the scheduler knows them.
+        keep: tokens that the policy keeps in each layer, if the prompt's scores decided; else None.
         number: which eviction of the request, see `RetentionPlan.end_number`.
     """
 

@@ -33,8 +33,7 @@ class LateEviction(NamedTuple):
 
     Attributes:
         orders: all that it has been given; the last one is new.
-        blocks: `[layers][blocks]` ids of the blocks that hold what is left of its tokens up to the
-            order's point.
+        blocks: `[layers][blocks]` ids of the blocks of what is left of its tokens up to that point.
     """
 
     orders: tuple[Order, ...]
@@ -65,18 +64,12 @@ class LevelPlan(RetentionPlan):
         answers: int = 0,
         longer: Callable[[int], RetentionPlan] | None = None,
     ) -> RetentionPlan:
-        """Build the plan of a prompt.
+        """Build the plan of a prompt, from its end with all tokens kept, and levels from the most
+        to the fewest.
 
         A level is left out if it gives nothing back, as much as the one behind it, or if some layer
-        keeps less than there.
-
-        Args:
-            whole: the prompt's end, with all tokens kept.
-            levels: from the most tokens to the fewest; the last one is the floor.
-
-        Returns:
-            The floor's plan if it gives nothing back and answers get no levels: the request then
-            never evicts.
+        keeps less than there. If even the last level, the floor, gives nothing back and answers get
+        no levels, the plan is the floor's: the request then never evicts.
         """
         *above, floor = levels
         if not floor.skip.any():
@@ -95,8 +88,7 @@ class LevelPlan(RetentionPlan):
 
     @cached_property
     def untouched(self) -> None:
-        """None: no eviction writes to a slot before it is ordered, and then what is shared there is
-        given up first (`PrefixStore.claim`)."""
+        """None: shared blocks are given up before an ordered eviction (`PrefixStore.claim`)."""
         return None
 
     @property
@@ -108,15 +100,13 @@ class LevelPlan(RetentionPlan):
         return RetentionPlan((_floor(self),))
 
     def least(self) -> RetentionPlan:
-        """Return the plan that keeps the least, of answers too: what the request can be reduced to
-        once it is processed."""
+        """Return the plan that keeps the least, of answers too: the most that orders can evict."""
         if not self.answers:
             return self.estimate()
         return self.estimate().repeated(self.answers, lambda at: _floor(self._of_length(at)))
 
     def point_by(self, computed: int) -> int:
-        """Return the last point at which tokens get levels, at most `computed` tokens behind the
-        prompt."""
+        """Return the last point at which tokens get levels, at most `computed` tokens on."""
         if not self.answers:
             return self.prompt_len
         return computed - (computed - self.prompt_len) % self.answers
@@ -124,8 +114,7 @@ class LevelPlan(RetentionPlan):
     def levels_at(self, point: int, skip: IntArray | None = None) -> Sequence[EvictionPoint]:
         """Return the levels that tokens get at a point.
 
-        Args:
-            skip: `[num_layers]`, what orders at earlier points have given back; None: nothing.
+        `skip`, `[num_layers]`, is what orders at earlier points have given back; None: nothing.
         """
         levels = self._of_length(point).levels
         return levels if skip is None else [_beyond(level, skip) for level in levels]

@@ -7,6 +7,6 @@ from __future__ import annotations
 class PlanMismatchError(RuntimeError):
     """A worker is to do something that a request's plan rules out.
 
-    What it holds may then be another number of tokens than the scheduler believes, which would give
-    its blocks to other requests too early. So no request is blamed for it: the engine stops.
+    It may then hold another number of tokens than the scheduler believes, whose blocks would go to
+    other requests too early. So the engine stops, not one request.
     """

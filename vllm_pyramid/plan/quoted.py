@@ -8,10 +8,7 @@ _MAX_BITS = 128
 
 
 def quoted(value: object) -> str:
-    """Return a value as an error message shows it, in at most about `MAX_QUOTED` characters.
-
-    The cost does not depend on the value's size.
-    """
+    """Return a value as a message shows it, in about `MAX_QUOTED` characters, at a fixed cost."""
     if type(value) is int and value.bit_length() > _MAX_BITS:
         return f"a number of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float):

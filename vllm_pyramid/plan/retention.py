@@ -148,10 +148,7 @@ class RetentionPlan:
         return numbers
 
     def piece_at(self, computed: int) -> Piece | None:
-        """Return the piece that begins after `computed` tokens; None without pieces.
-
-        A piece is computed in one step, so `computed` is where one begins.
-        """
+        """Return the piece that begins at a step's end, `computed`; None without pieces."""
         if not self.pieces or computed >= self.prompt_len:
             return None
         piece = self.pieces[computed // self.pieces[0].end]
@@ -192,11 +189,7 @@ class RetentionPlan:
         return self
 
     def resolved(self, keep: Sequence[int] | None) -> RetentionPlan:
-        """Return the plan itself.
-
-        Raises:
-            ValueError: lengths are given although they were known.
-        """
+        """Return the plan itself; ValueError if lengths are given although they were known."""
         if keep is not None:
             raise ValueError("lengths were decided for a request whose lengths are known")
         return self
@@ -229,12 +222,10 @@ class RetentionPlan:
     def of_pieces(
         cls, prompt_len: int, block_size: int, keep: npt.NDArray[Any], pieces: Sequence[Piece]
     ) -> RetentionPlan:
-        """Build the plan that holds what its pieces hold.
+        """Build the plan that holds what its pieces hold; each gives up whole blocks if these are
+        filled.
 
-        Each piece gives up whole blocks of its own, if the policy fills blocks.
-
-        Args:
-            keep: `[num_layers]` tokens that the method keeps of all pieces together.
+        `keep`, `[num_layers]`, has the tokens that the method keeps of all pieces together.
         """
         held = sum((piece.held for piece in pieces), np.zeros(len(keep), np.int32))
         skip = prompt_len - held

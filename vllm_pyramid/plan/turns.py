@@ -52,9 +52,8 @@ def with_turns(
 
     Args:
         plan: the plan of the whole prompt.
-        turns: the eviction at the end of each earlier turn's prompt, in order; all made by one
-            policy and budget.
-        min_distance: tokens.
+        turns: the eviction at the end of each earlier turn's prompt, in order, by one policy and
+            budget.
         ends_with_eviction: whether the prompt's own end may evict.
     """
     skip = np.zeros_like(plan.end.skip)

@@ -7,13 +7,7 @@
 
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.policy import DEFAULT_MIN_TOKENS, Policy
-from vllm_pyramid.policy.presets import (
-    AUTO,
-    RECOMMENDED,
-    load_policy,
-    load_presets,
-    policy_names,
-)
+from vllm_pyramid.policy.presets import AUTO, RECOMMENDED, load_policy, load_presets, policy_names
 
 __all__ = [
     "AUTO",

@@ -10,14 +10,14 @@ Everything here is a pure function: the scheduler and the workers make equal pla
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import Budget, EvictionPoint, Plan, RetentionPlan
+from vllm_pyramid.plan import Budget, DeferredPlan, EvictionPoint, Plan, RetentionPlan
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.component import Component
@@ -98,20 +98,17 @@ class CurveAllocator(Allocator):
 
     @abstractmethod
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
-        """Return the tokens per layer as real numbers.
+        """Return the tokens per layer: `[m]` float64 within [0, C] that sums to B * m up to float
+        rounding.
 
         Args:
             mean: B, 0 <= B <= capacity. num_layers: m >= 1. capacity: C.
-
-        Returns:
-            `[m]` float64 within [0, C] that sums to B * m up to float rounding.
         """
 
     def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
         """Return the curves of several prompts, `[T, m]`; `means` and `capacities` are `[T]`.
 
-        Override it together with `curve` where all can be computed at once, with equal results: a
-        class that overrides `curve` alone is asked for one curve after the other.
+        Override it together with `curve` where all can be computed at once, with equal results.
         """
         both = zip(means.tolist(), capacities.tolist(), strict=True)
         return np.stack([self.curve(mean, num_layers, capacity) for mean, capacity in both])
@@ -223,8 +220,7 @@ def point_of_tokens(
 ) -> EvictionPoint:
     """Return the point that keeps a mean of `mean` of `tokens` tokens in each layer.
 
-    Args:
-        allocator: divides them; None if all are kept.
+    `allocator` divides them; None if all are kept.
     """
     fixed = policy.window + policy.sinks
     if mean == tokens:
@@ -262,6 +258,40 @@ def points_of_tokens(
         policy.fill_blocks,
         front=np.full_like(keep, policy.sinks),
         recent=np.maximum(policy.window, np.floor(keep * policy.selector.recent_share)),
+    )
+
+
+def open_plan(
+    policy: Policy,
+    prompt_len: int,
+    num_layers: int,
+    block_size: int,
+    budget: Budget,
+    *,
+    sets_total: bool,
+    safe: Callable[[int], int] = lambda mean: 0,
+) -> Plan:
+    """Return a plan whose lengths a prompt's scores decide, where it may be shortened.
+
+    `sets_total`: they decide the total, too, and the budget is an upper limit. `safe` says what
+    each layer keeps at least of a mean beyond window and sinks.
+    """
+    mean = budget.tokens_for(prompt_len, policy.min_budget)
+    fixed = policy.window + policy.sinks
+    least = mean
+    if sets_total:  # the floor of shares is one of what is found, too
+        least = max(fixed, min(mean, 0 if budget.tokens else budget.min_tokens or 0))
+    if least >= prompt_len:
+        end = point_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
+        return RetentionPlan((end,))
+    assert fixed < mean, (fixed, mean, "the budget was not checked")
+    return DeferredPlan(
+        *(prompt_len, block_size, num_layers, mean),
+        floor=fixed,
+        exact=not sets_total,
+        min_tokens=least,
+        fill_blocks=policy.fill_blocks,
+        safe=safe(mean - fixed),
     )
 
 

@@ -21,11 +21,7 @@ ALL_PAGES = 2**31 - 1
 
 
 class Attend(Component):
-    """Base class of the section `attend`.
-
-    Class attributes:
-        selects: whether generated tokens attend to some of the pages that are held.
-    """
+    """Base class of the section `attend`; `selects`: generated tokens attend to some pages."""
 
     section: ClassVar[str] = "attend"
     selects: ClassVar[bool] = False
@@ -33,11 +29,8 @@ class Attend(Component):
     def pages(self, prompt_len: int, num_layers: int, block_size: int) -> IntArray:
         """Return how many pages a query behind the prompt reads at most: `[num_layers]` int32.
 
-        A pure function, so that the front end, the scheduler and the workers agree.
-
-        Args:
-            prompt_len: tokens of the prompt. num_layers: layers that evict or select.
-            block_size: tokens of a page.
+        A pure function, so that the front end, the scheduler and the workers agree. `num_layers`
+        evict or select; `block_size` are tokens of a page.
         """
         return np.full(num_layers, ALL_PAGES, np.int32)
 

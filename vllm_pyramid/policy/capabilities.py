@@ -3,8 +3,8 @@
 
 Each part of a policy says once what it does not support (`Component.unsupported`), and
 `frontend/refusals.py` says what no policy supports. Start-up, requests, docs/limits.md and
-`vllm-pyramid doctor` read the same rows. Numbers (budgets, lengths, sizes of steps) are no rows:
-the parts check them by themselves.
+`vllm-pyramid doctor` read the same rows. The parts check numbers (budgets, lengths, sizes of
+steps).
 """
 
 from __future__ import annotations
@@ -230,8 +230,7 @@ def asked(*features: Feature) -> dict[Feature, str]:
 def refuse(policy: Policy, used: Used, rows: Iterable[Refusal] = ()) -> None:
     """Raise ValueError, naming what to change, for features that do not work with a policy.
 
-    Args:
-        rows: of what no policy supports.
+    `rows` are of what no policy supports.
     """
     for row in (*rows, *policy.refusals):
         if all(feature in used for feature in row.features):

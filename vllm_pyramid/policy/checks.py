@@ -18,9 +18,10 @@ OTHERS_KEYS = frozenset(("kv_transfer_params", "kv_cache_report_mode"))
 
 
 def looks_like_ours(key: object) -> bool:
-    """Return whether a key begins with `kv`, whatever its case and what precedes it.
+    """Return whether a key begins with `kv`, whatever its case and what precedes it, as
+    `KV-budget`.
 
-    `kvBudget` and `KV-budget` do; keys of vLLM's own that begin so do not count.
+    Keys of vLLM's own that begin so do not count.
     """
     if not isinstance(key, str) or key in OTHERS_KEYS:
         return False
@@ -36,14 +37,12 @@ def refuse_unknown(
 ) -> None:
     """Raise ValueError for the first key that looks like one of ours and is none.
 
-    Other keys belong to other software (`looks_like_ours`).
+    The message names the closest one of ours, and all of them. Other keys belong to other software
+    (`looks_like_ours`).
 
     Args:
         valid: our keys. where: what has the keys.
         similar_only: refuse only keys that nearly match one of ours.
-
-    Raises:
-        ValueError: with the key, the closest one of ours, and all of ours.
     """
     for key in keys:
         if key in valid or not looks_like_ours(key):
@@ -60,8 +59,7 @@ def refuse_unknown(
 def parse_min_tokens(value: object, where: str) -> int | None:
     """Parse the floor of shares, a whole number of tokens or its text; None if it is not given.
 
-    Raises:
-        ValueError: for anything else; `where` names the key.
+    ValueError: anything else; `where` names the key.
     """
     if value is None:
         return None
@@ -79,11 +77,7 @@ def parse_min_tokens(value: object, where: str) -> int | None:
 
 
 def parse_session_ttl(value: object) -> float | None:
-    """Parse `kv_session_ttl`: a number of seconds above 0, or its text; None if it is not given.
-
-    Raises:
-        ValueError: anything else, or more than ten years.
-    """
+    """Parse `kv_session_ttl`: seconds above 0, at most ten years; None if it is not given."""
     if value is None:
         return None
     number = math.nan

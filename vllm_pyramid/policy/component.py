@@ -9,9 +9,8 @@ A section of a preset is a mapping with a `kind` and the fields of that kind, or
 Built-in kinds have short names. `kind: "package.module:ClassName"` uses a class of your own; it
 must derive from the section's base class and be importable in every process of the engine.
 
-`Component` is the contract. The front end, the scheduler and the worker ask every part of a policy
-the same questions and know none of them by name; the answers below are those of a part that asks
-for nothing special.
+The front end, the scheduler and the worker ask every part the same questions and know none of them
+by name; `Component` answers for a part that asks for nothing special.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ class Component(BaseModel):
     def attends_in_graphs(self) -> bool:
         """Return whether decode steps of a part that attends may be captured as whole graphs.
 
-        Its hooks then launch, when they are called for a capture, what each step wants launched,
-        over tensors that each step writes before.
+        Its hooks then launch for a capture what each step wants launched, over tensors that each
+        step writes before.
         """
         return False
 
@@ -122,7 +121,7 @@ class Component(BaseModel):
     def approximates_answers(self) -> bool:
         """Return whether K and V of generated tokens are not those of full attention.
 
-        They are then found by no other request.
+        No other request finds them then.
         """
         return self.splits_at_prompt_end
 
@@ -152,15 +151,16 @@ class Component(BaseModel):
     def works_with_orders(self) -> bool:
         """Return whether evictions may come later than they are scored (`PressureSchedule`).
 
-        That is so where the part does nothing in a worker, whose hooks follow evictions.
+        By default that is so where the part has no hooks in a worker, which follow evictions.
         """
         return type(self).worker_hooks is Component.worker_hooks
 
     @property
     def leaves_fronts(self) -> bool:
-        """Return whether what this part does at evictions leaves the blocks in place alone.
+        """Return whether this part leaves blocks in place (`EvictionPoint.in_place`) alone at
+        evictions.
 
-        That is `EvictionPoint.in_place`. A part without hooks in a worker does.
+        By default that is so where the part has no hooks in a worker.
         """
         return self.works_with_orders
 
@@ -169,8 +169,7 @@ class Component(BaseModel):
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Check numbers in the engine's arguments, or set them, before vLLM has its defaults.
 
-        Raises:
-            ValueError: naming the flag to change.
+        ValueError: naming the flag to change.
         """
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
@@ -180,28 +179,21 @@ class Component(BaseModel):
         """
 
     def for_request(self, keys: dict[str, Any]) -> Component:
-        """Return this part as a request wants it.
+        """Return this part as a request wants it; ValueError for a wrong value.
 
-        Args:
-            keys: of the request's own keys those that are for parts (`kv_top_n`,
-                `kv_attend_budget`), types checked; take out (`pop`) what is yours. What is left
-                over is refused.
-
-        Raises:
-            ValueError: a wrong value.
+        `keys` are the request's own for parts (`kv_top_n`, `kv_attend_budget`), types checked; take
+        out (`pop`) what is yours. What is left over is refused.
         """
         return self
 
     # In the engine ------------------------------------------------------------------------------
 
     def block_extras(self, layer: LayerSpec) -> BlockExtras | None:
-        """Return what this part keeps beside each block, and the host cache with it; or None.
+        """Return what this part keeps beside each block of a layer, and the host cache with it; or
+        None.
 
-        The worker's hooks have the bytes (`CacheHooks.block_extras`). Memory beside blocks that
-        stays on the device is theirs alone.
-
-        Args:
-            layer: one whose cache the part is used with.
+        The worker's hooks have the bytes (`CacheHooks.block_extras`), and any memory beside blocks
+        that stays on the device.
         """
         return None
 

@@ -2,7 +2,7 @@
 """Check that a request fits into the pool by itself, if prompts may be longer than the pool.
 
 With evictions inside the prompt an engine serves longer prompts than its cache can hold. A request
-that opts out, has a larger budget or generates without end may then need more than all blocks: it
+that opts out, has a larger budget or generates without end may then need more than all blocks, and
 would wait, or preempt itself, for ever. So the front end refuses it and says the numbers.
 """
 
@@ -39,15 +39,12 @@ class Pool(NamedTuple):
 def check_fit(
     served: ServedRequest, prompt_len: int, params: Any, pool: Pool, *, strict: bool = True
 ) -> None:
-    """Refuse a request that does not fit; shorten one that asks for the greatest length.
+    """Raise ValueError for a request that does not fit; shorten one that asks for the greatest
+    length.
 
-    Args:
-        params: vLLM's `SamplingParams`, with `max_tokens` set. If that is the greatest length that
-            the engine allows (the default if the client named none), it is lowered to what fits.
-        strict: also refuse a request of which only a part of its `max_tokens` fits.
-
-    Raises:
-        ValueError: the prompt does not fit, or not with `max_tokens` tokens.
+    If `max_tokens` of `params`, vLLM's `SamplingParams`, is the greatest length that the engine
+    allows (the default if the client named none), it is lowered to what fits. `strict`: also refuse
+    a request of which only a part of its `max_tokens` fits.
     """
     longest = pool.max_model_len - prompt_len
     wanted = min(params.max_tokens, longest)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a policy that says whether the KV heads of a layer have lengths of their own.
 
-Usually they have not: a layer has one block table, and every KV head keeps equally many tokens. A
-part that splits layers gives each KV head a *lane*: a block table and a length of its own. Plans,
-skips and counters of blocks then have a number for each lane, `layer * G + head`, where they
-usually have one for each layer; a policy that splits nothing has one lane a layer.
+Usually a layer has one block table, and every KV head keeps equally many tokens. A part that splits
+layers gives each KV head a *lane*: a block table and a length. Plans, skips and counters of blocks
+then have a number for each lane, `layer * G + head`, where they usually have one for each layer; a
+policy that splits nothing has one lane a layer.
 
 A page of a lane holds G times as many tokens as one of a layer, of one head instead of G: pages
 have the same bytes, and come from the same pool.
@@ -59,21 +59,18 @@ class Heads(Component):
     def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
         """Raise ValueError if this part is made for a model of another shape.
 
-        Args:
-            num_heads: query heads of a layer; None if they are not known.
+        `num_heads` are query heads of a layer; None if they are not known.
         """
 
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> Heads:
         """Return this part for tensor-parallel ranks, which share the block tables of their heads.
 
-        Called in the front end, when the engine's configuration is known.
+        Called in the front end, when the engine's configuration is known. ValueError: nothing would
+        be evicted although the policy asks for it.
 
         Args:
             ranks: that have KV heads of their own; those with copies of the same heads count once.
             num_kv_heads: of a layer, on all ranks together.
-
-        Raises:
-            ValueError: nothing would be evicted although the policy asks for it.
         """
         return self
 

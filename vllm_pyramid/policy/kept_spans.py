@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans of a prompt that every layer and KV head keeps beside its budget (`kv_keep`).
 
-A span is a range of token positions, `start <= position < end`. A layer keeps what it would keep of
-the prompt without the spans' tokens, and these tokens: so spans of any length are kept, a share of
-the prompt is one of the rest, and an eviction gives back as many slots as that of the rest.
+A span is a range of token positions, `start <= position < end`. A layer keeps these tokens, and
+what it would keep of the prompt without them: so spans of any length are kept, a share is one of
+the rest, and an eviction gives back as many slots as that of the rest.
 
 At a request's first eviction a token's place in the cache is its position, so any span can be found
 there. Behind an eviction each KV head holds other survivors: then only a span that begins at
@@ -33,11 +33,7 @@ _HOW = "give the start and the end of each span, one after the other, such as [0
 def parse_spans(value: object, where: str) -> Spans:
     """Parse `[start, end, start, end, ...]`, token positions that do not fall; None is no span.
 
-    Args:
-        where: names the key in messages.
-
-    Raises:
-        ValueError: wrong type, order or range, or more than `MAX_SPANS` spans.
+    ValueError: wrong type, order or range, or more than `MAX_SPANS` spans; `where` names the key.
     """
     if value is None:
         return ()
@@ -86,12 +82,9 @@ def only_leading(spans: Spans) -> Spans:
 
 
 def beside_budget(spans: Spans, tokens: int, policy: Policy) -> int:
-    """Return how many of the first `tokens` tokens spans keep beside the budget.
+    """Return how many of the first `tokens` tokens merged spans keep beside the budget.
 
     Sinks and window are counted by the budget, whether spans have them or not.
-
-    Args:
-        spans: merged.
     """
     first, last = policy.sinks, tokens - policy.window
     return sum(max(min(end, last) - max(start, first), 0) for start, end in spans)
@@ -100,11 +93,9 @@ def beside_budget(spans: Spans, tokens: int, policy: Policy) -> int:
 def stays_in_place(policy: Policy, first_end: int, block_size: int, spans: Spans) -> int:
     """Return how many of a prompt's first tokens its evictions leave where they are.
 
-    These are whole blocks of the span at the beginning, where evictions do no more than to move
-    survivors by whole blocks. Their blocks may be other requests' too, before and after.
-
-    Args:
-        first_end: tokens that are computed at the first eviction.
+    These are whole blocks of the span at the beginning, where evictions only move survivors by
+    whole blocks. Other requests may share them, before and after. `first_end` tokens are computed
+    at the first eviction.
     """
     moves_alone = policy.fill_blocks and all(part.works_with_orders for part in policy.parts)
     if not moves_alone or policy.schedule.waits_for_orders:
@@ -123,9 +114,7 @@ def end_plan(
 ) -> Plan:
     """Return the plan of a prompt's end: what is kept of the prompt without its spans, and these.
 
-    Args:
-        in_place: see `stays_in_place`. The others are as of `Policy.plan`, which fills in the
-            budget.
+    `in_place` is what `stays_in_place` returns; the others are as of `Policy.plan`.
     """
     protected = beside_budget(spans, prompt_len, policy)
     rest = policy.allocator.plan(policy, prompt_len - protected, num_layers, block_size, budget)

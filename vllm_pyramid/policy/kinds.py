@@ -85,8 +85,7 @@ def _import_kind(base: type[ComponentT], kind: str) -> type[ComponentT]:
 def resolve_kind(base: type[ComponentT], kind: object) -> type[ComponentT]:
     """Return the class of a `kind` in the section whose base class is `base`.
 
-    Raises:
-        ValueError: unknown kind (the message lists the valid ones), or a class that does nothing.
+    ValueError: unknown kind (the message lists the valid ones), or a class that does nothing.
     """
     kinds = built_in_kinds(base)
     if isinstance(kind, str) and kind in kinds:
@@ -103,13 +102,9 @@ def resolve_kind(base: type[ComponentT], kind: object) -> type[ComponentT]:
 def parse_component(base: type[ComponentT], value: object) -> ComponentT:
     """Build a part from a section of a preset.
 
-    Args:
-        base: the section's base class.
-        value: an instance, the name of a kind, or a mapping with `kind` and that kind's fields;
-            `kind` may be left out if the section has only one.
-
-    Raises:
-        ValueError: unknown kind or field (the valid ones are listed), or a bad value.
+    `value` is an instance, the name of a kind, or a mapping with `kind` and that kind's fields;
+    `kind` may be left out if the section has only one. ValueError: unknown kind or field (the valid
+    ones are listed), or a bad value.
     """
     if isinstance(value, base):
         return value

@@ -30,8 +30,7 @@ _RAISES_KEPT = frozenset(("policy", "budget", "min_tokens", "keep"))
 def parse_overrides(value: object) -> tuple[str, ...]:
     """Parse `kv_request_overrides`: names of settings, as a list or separated by commas, or `none`.
 
-    Raises:
-        ValueError: an unknown name, `none` with others, or neither text nor a list.
+    ValueError: an unknown name, `none` with others, or neither text nor a list.
     """
     how = f"give none, or some of {','.join(OVERRIDES)}"
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
@@ -77,11 +76,7 @@ class RequestOverrides:
         return None if self.max_budget is None else Budget.parse(self.max_budget)
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuse a limit that can have no effect on the served policy.
-
-        Raises:
-            ValueError: with the reason.
-        """
+        """Raise ValueError for a limit that can have no effect on the served policy."""
         if self._limit is None:
             return
         reason = None
@@ -97,13 +92,11 @@ class RequestOverrides:
             raise ValueError(f"kv_max_request_budget would have no effect: {reason}; leave it out")
 
     def check_keys(self, extra_args: Mapping[str, Any] | None) -> None:
-        """Refuse a request that gives a setting which the operator has forbidden.
+        """Raise ValueError for a setting that the operator has forbidden, naming flag and allowed
+        settings.
 
         A request that names its session gets `kv_turns` from the front end, which refuses both from
-        a client. Whoever may name a session therefore needs no right to give turns.
-
-        Raises:
-            ValueError: naming the setting, the flag and what is allowed.
+        a client. So a client that may name a session needs no right to give turns.
         """
         if not extra_args:
             return
@@ -127,7 +120,8 @@ class RequestOverrides:
         max_tokens: int,
         layers: Layers | None,
     ) -> None:
-        """Refuse a request that would keep more than the operator allows.
+        """Raise ValueError for a request that would keep more than the operator allows, with the
+        numbers.
 
         A prompt may keep what the server keeps of it by itself, or `max_budget` if that is more:
         either beside the spans that the server protects. A request's own spans are among what it
@@ -138,9 +132,6 @@ class RequestOverrides:
             max_tokens: tokens that the request generates at most.
             layers: those that evict; None where only the scheduler knows them, which then checks
                 what a prompt holds behind its turns.
-
-        Raises:
-            ValueError: with what the request would keep, and what is allowed.
         """
         if self._limit is None:
             return
@@ -168,18 +159,13 @@ class RequestOverrides:
             self._check_held(served, policy, prompt_len, layers, self._limit)
 
     def _check_held(
-        self,
-        served: ServedRequest,
-        policy: Policy,
-        prompt_len: int,
-        layers: Layers,
-        limit: Budget,
+        self, served: ServedRequest, policy: Policy, prompt_len: int, layers: Layers, limit: Budget
     ) -> None:
         """Refuse a prompt that holds more behind its turns than the server's own policy would.
 
         A turn's end evicts only at a distance from the one before, and turns pay for evictions with
-        tokens: so a prompt may hold more than its budget. The server's policy with the same turns
-        would, too, which is allowed, at its own budget and at the limit.
+        tokens: so a prompt may hold more than its budget. What the server's policy would hold with
+        the same turns is allowed, at its own budget and at the limit.
         """
         count, block_size = layers
         turns, spans = served.resumed_turns or (), served.template

@@ -3,10 +3,10 @@
 
 A page is a block of the cache: N tokens of one layer. When its tokens are written, a scorer makes a
 summary of its keys, a few numbers that stay next to the page. Behind the prompt each query is
-multiplied with the summaries in place of the keys; the pages with the largest results are read.
+multiplied with the summaries instead of the keys; the pages with the largest results are read.
 
-Shape legend: B pages, N tokens of a page, G KV heads, D head size, S queries, H query heads,
-r rows of a summary.
+Shape legend: B pages, N tokens of a page, G KV heads, D head size, S queries, H query heads, r rows
+of a summary.
 """
 
 from __future__ import annotations
@@ -78,14 +78,12 @@ class PageScorer(Component):
         return self.summary_kind is not None
 
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the summaries of pages: `[B, G, r * D]` float32.
+        """Return the summaries of pages: `[B, G, r * D]` float32, a function of the page's keys
+        alone.
 
-        It is a function of the page's keys alone: a page that is copied, shared with another
-        request or written again has the summary of its keys.
-
-        Args:
-            keys: `[B, G, N, D]` float32, with the rotary embedding applied. Pages that are not
-                full yet hold anything behind their last token; their summaries are not used.
+        So a page that is copied, shared with another request or written again has the summary of
+        its keys. `keys` are `[B, G, N, D]` float32, with the rotary embedding applied. Pages that
+        are not full yet hold anything behind their last token; their summaries are not used.
         """
         raise NotImplementedError
 
@@ -93,19 +91,16 @@ class PageScorer(Component):
         """Return what queries multiply summaries with: `[S, H, r * D]` float32.
 
         The product with a summary stands for the product of the query with a key of the page; the
-        layer's softmax scale is applied to it.
-
-        Args:
-            query: `[S, H, D]` float32, with the rotary embedding applied.
+        layer's softmax scale is applied to it. `query` is `[S, H, D]` float32, with the rotary
+        embedding applied.
         """
         raise NotImplementedError
 
     def represent(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return what `summarise` does, of a scorer that `needs_queries`.
 
-        Args:
-            keys: as of `summarise`. queries: `[B, G, D]` float32, the mean query of each page's
-                tokens, over the query heads of a KV head.
+        `queries`, `[B, G, D]` float32, is the mean query of each page's tokens, over the query
+        heads of a KV head.
         """
         raise NotImplementedError
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a policy keeps of a prompt of a given length, and what follows from it.
 
-Everything here is a pure function of its arguments, so the scheduler and every worker agree without
-a message.
+All functions are pure, so the scheduler and every worker agree without a message.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def plan_prompt(
     turns: tuple[int, ...],
     spans: Spans,
 ) -> Plan:
-    """Return the plan of a prompt; see `Policy.plan`, which fills in the policy's own budget.
-
-    Cached: equal arguments return the same object.
-    """
+    """Return the plan of a prompt; see `Policy.plan`. Cached: equal arguments, same object."""
     assert prompt_len >= 0 and num_layers >= 1 and block_size >= 1
     policy.check_layers(num_layers)
     of_heads = policy.heads.plan(policy, prompt_len, num_layers, block_size, budget)
@@ -75,9 +71,9 @@ def plan_prompt(
 def _answer_plan(
     policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
 ) -> RetentionPlan:
-    """Return the plan of a request whose prompt stays whole; the budget is one of its answer.
+    """Return the plan of a request whose prompt, with turns and spans, stays whole.
 
-    Turns and spans change nothing: they are parts of the prompt.
+    The budget is one of its answer.
     """
     whole = np.full(num_layers, prompt_len)
     end = EvictionPoint.of(prompt_len, block_size, prompt_len, whole, True, front=prompt_len)
@@ -122,10 +118,10 @@ def _level_plan(
 def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have the KV of the full cache; None: all of them.
 
-    That count includes generated tokens. Blocks beyond `shareable_tokens` are copied into blocks
-    of the request's own, and out of them before it evicts; not where some KV heads never evict,
-    whose blocks are bundles of their own. Where prompts are computed sparsely it is the sparse
-    part, as far as no eviction writes to it, and the KV is found by its `cache_key`.
+    Generated tokens count, too. Blocks beyond `shareable_tokens` are copied into the request's own
+    blocks, and out of them before it evicts; not where some KV heads never evict, whose blocks are
+    bundles of their own. Where prompts are computed sparsely it is the sparse part, as far as no
+    eviction writes to it, and the KV is found by its `cache_key`.
     """
     if policy.why_not(Feature.PREFIX_CACHING) is not None or plan.pieces:
         return 0
@@ -142,8 +138,7 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
 def shareable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have blocks that it may share; None: all of them.
 
-    Their KV is that of the full cache, whatever the policy and the budget, and no eviction of
-    this request writes into their blocks.
+    Their KV is that of the full cache, and no eviction of this request writes into their blocks.
     """
     reusable = reusable_tokens(policy, plan)
     if policy.prefill.skips_tiles:
@@ -154,16 +149,11 @@ def shareable_tokens(policy: Policy, plan: Plan) -> int | None:
 def peak_blocks_up_to(
     policy: Policy, longest: int, num_layers: int, block_size: int, stages: Sequence[int] = ()
 ) -> IntArray:
-    """Return each layer's blocks at the worst moment of any prompt up to a length.
+    """Return each layer's blocks at the worst moment of any prompt up to `longest` tokens.
 
-    Policies that evict inside prompts are considered until their first eviction after the prompt.
-
-    Args:
-        longest: tokens that a prompt has at most. block_size: tokens of a block of K and V.
-        stages: see `peak_blocks`.
-
-    Returns:
-        `[num_layers]`; their sum is what a pool must have, or each stage's sum its own pool.
+    Their sum is what a pool must have, or each stage's sum its own pool (`stages`: see
+    `peak_blocks`). Policies that evict inside prompts are considered until their first eviction
+    after the prompt.
     """
     sizes = policy.block_sizes(num_layers, block_size)
     generated = policy.schedule.every if policy.inner_policy is not None else 0
@@ -182,8 +172,7 @@ def can_evict_after(policy: Policy, tokens: int, num_layers: int, block_size: in
     """Return whether a chunk of up to `tokens` tokens can end at an eviction.
 
     It can if prompts of that length are evicted with some allowed budget, or if evictions inside
-    prompts are that close. True also for policies whose budgets are not numbers of tokens, where it
-    cannot be known.
+    prompts are that close. True also where budgets are not numbers of tokens.
     """
     if 0 < policy.chunk.tokens <= tokens:
         return True

@@ -2,9 +2,8 @@
 """A policy: its parts and a budget.
 
 How many tokens each layer keeps is a pure function of the prompt's length (`Policy.plan`); the
-parts choose which tokens. A policy never sees requests or blocks, so the scheduler and every
-worker can call it by themselves and agree. The front end reads and checks it once; it travels to
-the other processes as data (`Policy.as_data`).
+parts choose which tokens. A policy never sees requests or blocks. The front end reads and checks it
+once; it travels to the other processes as data (`Policy.as_data`).
 """
 
 from __future__ import annotations
@@ -223,8 +222,7 @@ class Policy(BaseModel):
     def excludes_graphs(self, stages: int) -> bool:
         """Say whether parts that attend forbid a graph of a whole decode step.
 
-        Args:
-            stages: of the pipeline. Parts of all of them look at what the host knows of a step.
+        Parts of all pipeline `stages` look at what the host knows of a step.
         """
         of_attention = [part for part in self.parts if part.attends]
         if stages > 1:
@@ -284,9 +282,8 @@ class Policy(BaseModel):
     def block_sizes(self, num_layers: int, block_size: int) -> IntArray:
         """Return the tokens of a cache block in each layer, `[num_layers]` int32.
 
-        Args:
-            block_size: tokens of a block of K and V. A block without V has twice as many, so that
-                the blocks of all layers have one size in bytes and come from one pool.
+        A block without V has twice the `block_size` of one of K and V, so that the blocks of all
+        layers have one size in bytes and come from one pool.
         """
         both = [self.values.on_device(layer) for layer in range(num_layers)]
         return np.where(both, block_size, 2 * block_size).astype(np.int32)
@@ -316,8 +313,8 @@ class Policy(BaseModel):
 
         Returns:
             A `RetentionPlan`, or a `DeferredPlan` if the lengths depend on the prompt's scores and
-            the prompt may be shortened. Plans of prompts that are thinned between layers have
-            pieces, and the mean of their `keep` follows from the method's schedule.
+                the prompt may be shortened. Plans of prompts that are thinned between layers have
+                pieces, and the mean of their `keep` follows from the method's schedule.
 
         Raises:
             ValueError: a part is made for another number of layers.
@@ -338,8 +335,7 @@ class Policy(BaseModel):
         return sum(extras.num_bytes for extras in self.block_extras(layer))
 
     def worker_hooks(self, context: WorkerContext) -> list[WorkerHooks]:
-        """Return what the parts do in a worker in addition to scoring, in the order of the
-        parts."""
+        """Return what the parts do in a worker besides scoring, in the order of the parts."""
         found = [part.worker_hooks(self, context) for part in self.parts]
         return [hooks for hooks in found if hooks is not None]
 

@@ -2,9 +2,9 @@
 """The part of a policy that says what a prompt attends to while it is computed.
 
 Usually each token attends to all before it. A part that is sparse lets tiles of queries attend to
-some tiles of keys, so the KV of the layers above is no longer that of full attention: it depends on
-this part, and on nothing else but the tokens up to it. Therefore it is cached under a name of its
-own, and a prompt is computed in whole tiles, whose bounds are multiples of `TILE` positions.
+some tiles of keys, so the KV of the layers above depends on this part, and on the tokens up to it.
+Therefore it is cached under a name of its own, and a prompt is computed in whole tiles, whose
+bounds are multiples of `TILE` positions.
 
     positions   0 ............................ sparse_tokens(n) ........... n, the prompt's length
     attention   [ tile ][ tile ][ tile ][ tile ][ of everything
@@ -22,11 +22,7 @@ from vllm_pyramid.policy.component import Component
 
 
 class Prefill(Component):
-    """Base class of the section `prefill`.
-
-    Class attributes:
-        skips_tiles: whether prompts attend to some of their tiles alone.
-    """
+    """Base class of the section `prefill`; `skips_tiles`: prompts attend to some tiles alone."""
 
     section: ClassVar[str] = "prefill"
     skips_tiles: ClassVar[bool] = False

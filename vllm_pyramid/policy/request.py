@@ -16,13 +16,7 @@ from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, asked, refusals, refuse, why_not
-from vllm_pyramid.policy.kept_spans import (
-    Spans,
-    beside_budget,
-    merged,
-    only_leading,
-    parse_spans,
-)
+from vllm_pyramid.policy.kept_spans import Spans, beside_budget, merged, only_leading, parse_spans
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import EXACT, RESUME, RequestKeys, check_names
 
@@ -57,8 +51,7 @@ class ServedRequest(NamedTuple):
         budget: the request's own, perhaps with its own floor; None: the policy's.
         application, turns, session: see `RequestKeys`.
         keep: spans that stay in every layer and head, in order and apart: the request's own, and
-            those of a chat's template (`--kv-keep`).
-        template: the template's alone.
+            those of a chat's template (`--kv-keep`). template: the template's alone.
         exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
             had no turns (`EXACT`).
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
@@ -81,11 +74,7 @@ class ServedRequest(NamedTuple):
         return None if self.exact else self.turns
 
     def check(self, params: Any = None) -> None:
-        """Raise ValueError if the request has settings or parameters that do not go together.
-
-        Args:
-            params: vLLM's `SamplingParams`; None if they are not looked at.
-        """
+        """Raise ValueError if settings or vLLM's `SamplingParams`, if given, do not go together."""
         if self.turns is None and not self.keep and params is None:
             return
         turns = self.resumed_turns
@@ -137,14 +126,10 @@ def _full_policy() -> Policy:
 
 
 def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> ServedRequest:
-    """Return the policy and the budget of a request.
+    """Return the policy and the budget of a request with these settings, under the served policy.
 
-    Args:
-        policy: the served policy. keys: the request's settings.
-        turn_mode: of a request with turns that does not say one.
-
-    Raises:
-        ValueError: a policy that is not served, or a value that it cannot work with.
+    `turn_mode` is of a request with turns that does not say one. ValueError: a policy that is not
+    served, or a value that it cannot work with.
     """
     chosen = policy
     if keys.policy == FULL_POLICY:
@@ -244,13 +229,10 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
 def check_request(
     policy: Policy, params: Any, why_no_turns: str | None = None, turn_mode: str = RESUME
 ) -> ServedRequest:
-    """Check the settings of a client's request, in the front end.
+    """Check the settings of a client's request, in the front end; ValueError for what cannot be
+    served.
 
-    Args:
-        params: vLLM's `SamplingParams`. why_no_turns, turn_mode: see `ServedSettings`.
-
-    Raises:
-        ValueError: a wrong key or value, or parameters that a part of the policy cannot serve.
+    `params` are vLLM's `SamplingParams`; `why_no_turns` and `turn_mode`: see `ServedSettings`.
     """
     check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:

@@ -57,7 +57,7 @@ class Schedule(Component):
     def keeps_prompts(self) -> bool:
         """Whether prompts stay whole, and the budget is one of what is generated.
 
-        Scorers are then shown what stands behind the prompt alone.
+        Scorers then see only what is behind the prompt.
         """
         return False
 

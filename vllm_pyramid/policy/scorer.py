@@ -77,8 +77,8 @@ class Scorer(Component):
     def queries_at_step_end(self, policy: Policy) -> int | None:
         """Return how many of a request's last queries `scores` needs for all layers together.
 
-        None: it scores in each layer, when that has attended. A `score` may always wait that looks
-        at no more than the last query, which all may look at.
+        None: it scores in each layer, when that has attended. A `score` that looks at no more than
+        the last query may always wait.
         """
         if self.asks_ranks or not (self.joins_layers or self.copies_keys):
             return None
@@ -90,26 +90,19 @@ class Scorer(Component):
         """Return the most float32 numbers that `score` has in memory for a key of a KV head.
 
         The engine reserves memory for them. The default is enough for four further copies of K or
-        V, and for twice the logits of the window.
-
-        Args:
-            head_size: of K, and of V. group: query heads of a KV head.
+        V, and for twice the logits of the window. `group` are query heads of a KV head.
         """
         rows = policy.window if self.needs_queries else 0
         return 6 * head_size + (2 * group + 1) * rows
 
     def kernel_bytes(self, policy: Policy, head_size: int, group: int) -> tuple[int, int]:
-        """Return the bytes that the kernels of `scores` allocate, on any device.
+        """Return bytes that the kernels of `scores` allocate: for each padded score, and each query
+        head.
 
         The engine reserves memory for them, and for the scores and as many numbers before pooling.
-        The default is that of `window_scores`: two float32 for each query row and 512 keys (C++:
-        1,024), and less for each row and key, of which a request has more than queries.
-
-        Args:
-            head_size: of K, and of V. group: query heads of a KV head.
-
-        Returns:
-            Bytes for each of the padded scores, and for each request and query head.
+        Query heads are those of all requests. The default is that of `window_scores` on any device:
+        two float32 for each query row and 512 keys (C++: 1,024), and less for each row and key, of
+        which a request has more than queries. `group` are query heads of a KV head.
         """
         if self.copies_keys or not self.needs_queries:
             return 0, 0
@@ -123,7 +116,7 @@ class Scorer(Component):
 
         Returns:
             `[G, T]` float32 without NaN. The scores of the first `sinks` and the last `window`
-            tokens are ignored, because those tokens stay. Ties go to the lower position.
+                tokens are ignored, because those tokens stay. Ties go to the lower position.
         """
         raise NotImplementedError
 
@@ -138,15 +131,9 @@ class Scorer(Component):
     def scores(self, batch: EvictionBatch) -> torch.Tensor:
         """Return the scores of all requests that evict in a step: `[S, G, columns]` float32.
 
-        A scorer with a kernel of its own overrides this, and keeps `score` as the reference that
-        the kernel is tested against.
-
-        Returns:
-            Column i is the token in place i of the request's table; columns without a token, and
-            those of the last `window` tokens, may be missing or hold anything.
-
-        Raises:
-            ValueError: `score` returned another shape, another dtype or NaN.
+        Column i is the token in place i of the request's table; columns without a token, and those
+        of the last `window` tokens, may be missing or hold anything. A scorer with a kernel of its
+        own overrides this, and keeps `score` as the reference that the kernel is tested against.
         """
         return batch.score_each(self.kind, self.score_parts)
 

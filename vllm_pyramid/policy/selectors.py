@@ -39,16 +39,10 @@ class Selector(Component):
         raise NotImplementedError
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
-        """Choose for all requests that evict in a step: `[S, G, max_keep]` int32.
+        """Choose for all requests that evict in a step, by `Scorer.scores`: `[S, G, max_keep]`
+        int32.
 
-        Args:
-            scores: as from `Scorer.scores`.
-
-        Returns:
-            As `ops.select`: ascending places in the requests' tables.
-
-        Raises:
-            ValueError: `select` returned another shape, or places that do not exist.
+        These are ascending places in the requests' tables, as of `ops.select`.
         """
         return batch.select_each(self.kind, self.select, scores)
 

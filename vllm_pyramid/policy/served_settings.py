@@ -2,8 +2,7 @@
 """The checked settings of an engine: plain data that travels to its processes as JSON.
 
 The front end reads and checks the flags once and puts the result under `SERVED_KEY` into vLLM's
-`additional_config`. The engine core and the workers read `ServedSettings` from there: they open no
-file and check nothing again.
+`additional_config`. The engine core and the workers open no file and check nothing again.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from vllm_pyramid.policy.component import Component
 class Values(Component):
     """Base class. Blocks without V have twice the tokens (`KeyOnlyKVCacheSpec`).
 
-    Class attributes:
-        uses_swap_space: whether `--kv-swap-space` has an effect.
+    `uses_swap_space`: `--kv-swap-space` has an effect.
     """
 
     section: ClassVar[str] = "values"

@@ -14,9 +14,7 @@ KeyLines = dict[tuple[str, ...], int]
 def read_yaml_mapping(path: Path) -> tuple[dict[Any, Any], KeyLines]:
     """Read the top-level mapping of a YAML file, and the line (from 1) of every key by its path.
 
-    Raises:
-        ValueError: missing or unreadable file, malformed YAML, a key given twice, or a file that is
-            not a mapping.
+    ValueError: missing or unreadable file, malformed YAML, a key given twice, or no mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")

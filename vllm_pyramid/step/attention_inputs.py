@@ -17,21 +17,16 @@ if TYPE_CHECKING:
 
 
 class HeadNames(NamedTuple):
-    """Names of each KV head's part of a block, for attention that takes a head for a request.
-
-    Attributes:
-        per_block, per_head: KV head g of block b is `b * per_block + g * per_head`.
-    """
+    """Names of KV heads' parts of blocks: head g of block b is `b * per_block + g * per_head`."""
 
     per_block: int
     per_head: int
 
 
 class HeadRequests(NamedTuple):
-    """The KV heads of S rows of one query each, as requests of their own.
+    """The KV heads of S rows of one query each, as requests.
 
-    Attributes:
-        starts: `[S * G + 1]` int32, where their queries begin. seq_lens: `[S * G]` int32.
+    `starts`, `[S * G + 1]` int32, says where their queries begin; `seq_lens` is `[S * G]` int32.
     """
 
     starts: torch.Tensor
@@ -43,10 +38,8 @@ class AttentionInputs:
     """The inputs of one layer's attention. Shape legend as in `kernels/records.py`.
 
     Attributes:
-        ops: the kernels of the device.
-        layer: index of the layer, from the bottom.
+        ops: the kernels of the device. layer: index of the layer, from the bottom.
         batch: the step's queries, and the layer's cache, table and lengths.
-        softmax: the layer's softmax.
         ranks: the ranks that share the KV heads; None for one.
         rotary: the layer's rotary embedding; None where it has none or no scorer needs it.
         offsets: `[R]` int32, the tokens in front of the first one of each row of the table; None
@@ -122,11 +115,11 @@ class CacheWrite(NamedTuple):
 
     Attributes:
         ops: the kernels of the device. layer: index of the layer, from the bottom.
-        keys, values: `[>= T, G, D]`; the memory may be another's as soon as the layer has attended.
+        keys, values: `[>= T, G, D]`; the memory may be reused as soon as the layer has attended.
         key_cache, value_cache: `[P, G, N, D]`, where they go.
         slots: `[T]` int64, `block * N + row`; negative ones are padding, which is not written.
-        key_scale, value_scale: what the numbers in the caches are multiplied with; 1 but for 8-bit
-            floats.
+        key_scale, value_scale: what the numbers in caches of 8-bit floats are multiplied with; else
+            1.
     """
 
     ops: Ops

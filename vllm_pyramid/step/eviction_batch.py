@@ -43,12 +43,10 @@ class EvictionBatch:
         call: the layer's attention; of several layers the first one's, with the last queries of all
             requests in all of these layers.
         policy: the engine's policy, or the one that it has for evictions inside prompts.
-        evictions: the step's evictions. shortened: `[S]` indices into them.
-        layers: `[S]`, the layer of each row.
+        shortened: `[S]` indices into the step's `evictions`. layers: `[S]`, the layer of each row.
         tables: `[S, M]` int32. query_ends: `[S]` int32, one behind a request's last query.
-        lens: `[S]` int32, tokens in the tables.
+        lens: `[S]` int32, tokens in the tables. keeps: `[S]` int32, tokens that stay.
         dead_prefixes: `[S]` int32, the first tokens of the tables, which were evicted before.
-        keeps: `[S]` int32, tokens that stay.
         host_lens, host_dead_prefixes, host_keeps, host_query_ends: the same on the host.
         num_queries: of each request in `call.query`; None: all of the step's.
         has_all_queries: whether each request has as many, whatever its chunk.
@@ -139,13 +137,10 @@ class EvictionBatch:
         )
 
     def protect(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return a copy with +inf for tokens that stay in any case and -inf for dead tokens.
+        """Return a copy, `[S, G, >= longest]`, with +inf for tokens that stay and -inf for dead
+        tokens.
 
-        Args:
-            scores: `[S, G, columns]`; columns of the window may be missing.
-
-        Returns:
-            `[S, G, >= longest]`.
+        `scores` are `[S, G, columns]`; columns of the window may be missing.
         """
         scores = _widened(scores, self.longest)
         # A token whose score is -inf must still be preferred to a dead one.
@@ -167,16 +162,12 @@ class EvictionBatch:
     # Evicting -------------------------------------------------------------------------------------
 
     def select(
-        self,
-        scores: torch.Tensor,
-        trace: TraceWriter | None = None,
-        mass: WindowMass | None = None,
+        self, scores: torch.Tensor, trace: TraceWriter | None = None, mass: WindowMass | None = None
     ) -> torch.Tensor:
-        """Return the places that stay, as of `ops.select`: `[S, G, max_keep]` int32.
+        """Return the places that stay by `Scorer.scores`, as of `ops.select`: `[S, G, max_keep]`
+        int32.
 
-        Args:
-            scores: as of `Scorer.scores`.
-            trace: writes kept positions. mass: of the window, if there is a trace.
+        `trace` writes kept positions; then there is a `mass` of the window.
         """
         kept = self.policy.selector.kept(scores, self)
         if trace is not None and mass is not None:
@@ -188,11 +179,7 @@ class EvictionBatch:
         return kept
 
     def compact(self, kept: torch.Tensor) -> None:
-        """Move the survivors of every request, but those that stay in place, to its range's tail.
-
-        Args:
-            kept: as of `select`.
-        """
+        """Move the survivors of every request, except what stays in place, to its range's tail."""
         call, (moving, counts, most) = self.call, self.moving(kept)
         call.ops.compact(*call.moved, self.tables, moving, self.lens, counts, max_keep=most)
         moved = self.host_lens - self.host_dead_prefixes - self.host_keeps
@@ -250,7 +237,7 @@ class EvictionBatch:
     def score_each(self, kind: str, score: Callable[[ScorerInputs], torch.Tensor]) -> torch.Tensor:
         """Score one request at a time, into the columns of its table: `[S, G, longest]` float32.
 
-        A request whose call raises, or returns something else than `[G, T]` float32, has failed.
+        A request whose call raises, or does not return `[G, T]` float32, has failed.
         """
         heads = self.call.key_cache.shape[1]
         out = torch.full(
@@ -269,15 +256,12 @@ class EvictionBatch:
         return out
 
     def select_each(
-        self,
-        kind: str,
-        select: Callable[[torch.Tensor, int], torch.Tensor],
-        scores: torch.Tensor,
+        self, kind: str, select: Callable[[torch.Tensor, int], torch.Tensor], scores: torch.Tensor
     ) -> torch.Tensor:
         """Select of one request at a time: `[S, G, max_keep]` int32, ascending, -1 behind `keeps`.
 
-        A request whose call raises, or returns something else than `[G, keep]` different places,
-        has failed; its first tokens are selected.
+        A request whose call raises, or does not return `[G, keep]` different places, has failed;
+        its first tokens are selected.
         """
         marked = self.protect(scores)
         heads = scores.shape[1]
@@ -334,8 +318,7 @@ def check_scores(kind: str, scores: Any, heads: int, tokens: int, function: str 
 def check_selection(kind: str, selected: Any, heads: int, keep: int, tokens: int) -> torch.Tensor:
     """Raise WrongResultError unless `selected` is `[heads, keep]` whole numbers.
 
-    Returns:
-        Whether some are no places of `tokens`, or the same: a truth value on the device.
+    Returns a truth value on the device: whether some are no places of `tokens`, or the same.
     """
     wanted = f"`select` must return [G, keep] = [{heads}, {keep}] different places below {tokens}"
     if not isinstance(selected, torch.Tensor) or selected.shape != (heads, keep):

@@ -47,16 +47,11 @@ _TRACED = 48  # the window's mass again, in float64 for the recall of what is ke
 def pieces(
     lens: npt.NDArray[np.int32], num_kv_heads: int, limit: int | None = None
 ) -> list[npt.NDArray[np.int64]]:
-    """Split requests into pieces whose padded scores take at most `limit` bytes.
+    """Split requests into pieces whose padded scores take at most `limit` bytes (`SCORES_BYTES`).
 
     Requests of similar length come together, so that one long request does not pad many short ones.
-    A request that exceeds the limit by itself is a piece of its own.
-
-    Args:
-        lens: `[S]` tokens that a layer holds of each. limit: None for `SCORES_BYTES`.
-
-    Returns:
-        Indices into `lens`: all of them, as they are, where one piece holds them.
+    A request that exceeds the limit by itself is a piece. `lens`, `[S]`, are tokens that a layer
+    holds of each. The pieces are indices into it: all as they are, where one piece holds them.
     """
     columns = (SCORES_BYTES if limit is None else limit) // (4 * num_kv_heads)
     if len(lens) * int(lens.max()) <= columns:
@@ -73,10 +68,8 @@ def pieces(
 def queries_at_step_end(policy: Policy, traces: bool) -> int | None:
     """Return how many of a request's last queries wait for a step's end; None: none can.
 
-    Policies can evict all layers together that ask nothing of a layer's own moment.
-
-    Args:
-        traces: whether kept positions are traced, which looks at queries, too.
+    Policies can evict all layers together that ask nothing of a layer's own moment. A trace of kept
+    positions looks at queries, too.
     """
     parts = [policy] if policy.inner_policy is None else [policy, policy.inner_policy]
     queries = [part.scorer.queries_at_step_end(part) for part in parts]
@@ -89,11 +82,7 @@ def queries_at_step_end(policy: Policy, traces: bool) -> int | None:
 
 
 def heads_at_once(policy: Policy, num_tokens: int, head_size: int, group: int) -> int:
-    """Return of how many KV heads at a time the policy's scorer should have copies.
-
-    Args:
-        group: query heads of a KV head.
-    """
+    """Return of how many KV heads, each of `group` query heads, the scorer has copies at a time."""
     of_head = 4 * num_tokens * policy.scorer.floats_per_key(policy, head_size, group)
     return max(1, COPIES_BYTES // of_head)
 
@@ -176,8 +165,7 @@ class EvictionMemory:
         return max(found) + self.policy.scorer.workspace_bytes
 
     def bytes_of_queries(self) -> int:
-        """Return the bytes of queries that wait for a step's end, and of their copy as one tensor:
-        at most those of float32."""
+        """Return the bytes of queries that wait for a step's end, and of their copy, as float32."""
         queries = queries_at_step_end(self.policy, self.traces) if self.at_step_end else None
         if not queries:
             return 0
@@ -200,8 +188,7 @@ class EvictionMemory:
     def _rows(self, numbers_of_query: int) -> int:
         """Return the most rows of a batch: requests, in each layer where all evict together.
 
-        Args:
-            numbers_of_query: that a query of a row has, of at least two bytes each.
+        A query of a row has `numbers_of_query`, of at least two bytes each.
         """
         queries = queries_at_step_end(self.policy, self.traces) if self.at_step_end else None
         if not queries:

@@ -44,14 +44,10 @@ def padded_width(width: int) -> int:
 
 
 class JoinedTables:
-    """The block tables of some layers, as one.
+    """The block tables of some layers, as one: `table` `[K, M]` int32. It is not to be written to.
 
-    Attributes:
-        table: `[K, M]` int32. Rows may overlap: none is written to.
-
-    Args:
-        calls: of the layers. Tables that are parts of one tensor are read where they are; others
-            are copied.
+    Rows may overlap: tables that are parts of one tensor are read where they are; others are
+    copied.
     """
 
     def __init__(self, calls: Sequence[AttentionInputs]) -> None:
@@ -90,11 +86,10 @@ def batch_of_layers(
     query_ends: Indices,
     num_queries: int,
 ) -> EvictionBatch:
-    """Return requests in several layers as one batch.
+    """Return requests in several layers, whose caches are one tensor, as one batch.
 
     Args:
-        calls: of the layers, whose caches are one tensor. The first one's query is that of all.
-        joined: their tables.
+        calls: of the layers. The first one's query is that of all. joined: their tables.
         places: `[S]`, the layer of each row, as an index into `calls`.
         shortened: `[S]` indices of requests. query_ends: `[S]`, of `calls[0].query`.
         num_queries: of each request there.
@@ -142,12 +137,12 @@ def copy_overwritten(
     pools: Sequence[CacheHooks] = (),
     joined: JoinedTables | None = None,
 ) -> None:
-    """Copy the blocks of layers that evictions will overwrite, for other requests.
+    """Copy the blocks of layers, whose caches are one tensor, that evictions will overwrite.
 
     Where a layer keeps everything, these are all its blocks: the request goes on with them.
 
     Args:
-        calls: of the layers, whose caches are one tensor. indices: of requests.
+        calls: of the layers. indices: of requests.
         pools: of methods, which follow their blocks. joined: the tables, if the caller has them.
     """
     if not any(evictions.copies):
@@ -185,8 +180,7 @@ def copy_overwritten(
 def without_query(call: AttentionInputs) -> AttentionInputs:
     """Return a layer's inputs to keep until other layers have attended.
 
-    A view of the queries would keep them all: of all layers together they are as large as the
-    cache.
+    A view of the queries would keep them all: of all layers they are as large as the cache.
     """
     nothing = call.query.new_empty(0, *call.query.shape[1:])
     return replace(call, batch=replace(call.batch, query=nothing), log_sum_exp=None)

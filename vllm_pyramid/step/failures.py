@@ -5,18 +5,18 @@
     end of a step  over ranks (`sum_over_ranks`) and stages, then `take` -> report to the scheduler
 
 The scheduler alone ends requests. Until it does, every rank and stage goes on as if the request had
-been evicted as planned: its skips follow the plan, and nothing but its own tokens depends on that.
+been evicted as planned: nothing but its own tokens depends on its skips.
 
 On the CPU a wrong score is found before anything moves, so the request keeps its cache. On other
 devices the host does not wait for the answer: a flag for each request stays on the device, wrong
 scores are replaced, and the flags travel to the host with the step's tokens.
 
-Some scorers see nothing of a NaN in the cache: they look at no key, compare, or count. Attention
-sees it. So the last layer's attention of each request that is evicted from is looked at, too.
+Some scorers see nothing of a NaN in the cache: they look at no key, compare, or count. So the last
+layer's attention of each request that is evicted from is looked at, too.
 
 Where several workers compute a step together, a call may raise in one of them while the others wait
-inside it, or while they take another way for good. Such an error is not a request's: the worker
-ends (`worker/adapter.py`), and the executor then ends all of them.
+inside it, or take another way for good. Such an error is not a request's: the worker ends
+(`worker/adapter.py`), and the executor then ends all of them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ KINDS = (SCORES, METHOD)
 
 
 class Failure(NamedTuple):
-    """Why a request ends with an error.
-
-    Attributes:
-        kind: of `KINDS`; a label of the metric. reason: for the client and the log.
-    """
+    """Why a request ends with an error: one of `KINDS`, and a reason for client and log."""
 
     kind: str
     reason: str
@@ -95,7 +91,7 @@ class Failures:
     Attributes:
         of: the failures that the host knows, by request id, until the request is forgotten.
         has_peers: whether other workers compute each step together with this one.
-        reports_evictions: whether the scheduler hears of this worker's failures in steps with
+        reports_evictions: whether this worker reports its failures to the scheduler in steps with
             evictions alone: a pipeline stage that is not the last one.
     """
 
@@ -113,9 +109,9 @@ class Failures:
                 self.of[request_id] = self._unreported[request_id] = failure
 
     def flag(self, failure: Failure, request_ids: Sequence[str], wrong: torch.Tensor) -> None:
-        """Let those requests fail for which `wrong`, `[S]` truth values, is true.
+        """Let those requests fail for which `wrong`, `[S]` truth values on the device, is true.
 
-        Nothing waits for the device, which does not say more than the failure's kind.
+        The host does not wait, so the failure has no more than its kind.
         """
         if wrong.device.type == "cpu":
             rows = wrong.nonzero().flatten().tolist()
@@ -128,16 +124,12 @@ class Failures:
     def add_error(
         self, request_ids: Sequence[str], what: str, error: Exception, *, peers_wait: bool = False
     ) -> None:
-        """Let the requests fail for which a method's call raised `error`.
+        """Let the requests fail for which a method's call raised `error`; call it in the `except`
+        clause.
 
-        Call it in the `except` clause. The log has each kind of traceback once.
-
-        Args:
-            peers_wait: whether another worker, where there is one, may wait inside the call.
-
-        Raises:
-            Exception: `error`, where no request is concerned (warm-up, graph capture), the device
-                itself has failed, scheduler and worker disagree, or another worker may wait.
+        The log has each kind of traceback once. `error` is raised again where no request is
+        concerned (warm-up, graph capture), the device itself has failed, scheduler and worker
+        disagree, or `peers_wait`: another worker may wait inside the call.
         """
         is_of_all = isinstance(error, (torch.AcceleratorError, PlanMismatchError))
         if not request_ids or is_of_all or (peers_wait and self.has_peers):
@@ -168,12 +160,10 @@ class Failures:
     def sum_over_ranks(
         self, request_ids: Sequence[str], ranks: Ranks, device: torch.device
     ) -> None:
-        """Let all tensor-parallel ranks know of the failures that each has found.
+        """Let all tensor-parallel ranks know of the failures that each has found, in the same
+        steps.
 
-        All ranks call this in the same steps.
-
-        Args:
-            request_ids: E requests that have come to an eviction.
+        `request_ids` are of the E requests that have come to an eviction.
         """
         if ranks.size == 1:
             return

@@ -8,11 +8,7 @@ from collections.abc import Callable
 
 
 class LimitedLog:
-    """Logs the first message of a kind at once, and further ones at most every `seconds`.
-
-    Args:
-        log: such as `logger.error`.
-    """
+    """Calls `log` for the first message of a kind, and then at most every `seconds`."""
 
     def __init__(self, log: Callable[..., None], seconds: float = 10.0) -> None:
         self._log, self._seconds = log, seconds
@@ -20,11 +16,7 @@ class LimitedLog:
         self._left_out: dict[str, int] = {}
 
     def __call__(self, kind: str, message: str, *args: object) -> None:
-        """Log `message % args`, or count it as left out.
-
-        Args:
-            kind: one of few.
-        """
+        """Log `message % args`, or count it as left out; there are few kinds."""
         now = time.monotonic()
         if now < self._next.get(kind, now):
             self._left_out[kind] = self._left_out.get(kind, 0) + 1

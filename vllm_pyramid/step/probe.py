@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Try a policy's scorer and selector on a made-up request, before an engine depends on them.
 
-A user's own class that returns a wrong result is then refused at start-up with one sentence, and
-does not end a running server.
+A class that returns a wrong result is refused at start-up, and does not end a running server.
 """
 
 from __future__ import annotations
@@ -23,16 +22,10 @@ _TOKENS = 40  # of the request, in addition to window and sinks
 
 
 def probe(policy: Policy, num_heads: int, num_kv_heads: int, head_size: int) -> None:
-    """Score and select once, on the CPU, with one thread.
+    """Score and select once with a worker's heads, on the CPU; ValueError says what failed.
 
-    Threads that the front end starts do not exist in a process that is forked from it afterwards,
-    which would wait for them for ever.
-
-    Args:
-        num_heads, num_kv_heads: of a worker.
-
-    Raises:
-        ValueError: the scorer or the selector failed, or returned a wrong result.
+    One thread is used: threads that the front end starts do not exist in a process that is forked
+    from it afterwards, which would wait for them for ever.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -9,11 +9,7 @@ import torch
 
 
 class Ranks(Protocol):
-    """The tensor-parallel ranks: each has some of the KV heads, and all must agree on lengths.
-
-    Attributes:
-        rank: of this worker, from 0. size: number of ranks.
-    """
+    """The `size` tensor-parallel ranks: each has some KV heads, and all must agree on lengths."""
 
     rank: int
     size: int

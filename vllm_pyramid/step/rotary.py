@@ -39,7 +39,7 @@ class Rotary:
         1, 2, 4 ...: each doubles the digits that are known of it.
 
         Returns:
-            `[R / 2]` float64 radians, and `[R / 2]` float32, 1 but where the embedding scales.
+            `[R / 2]` float64 radians, and `[R / 2]` float32, 1 unless the embedding scales.
 
         Raises:
             ValueError: the angles are not proportional to the positions.
@@ -67,12 +67,10 @@ class Rotary:
     def mean_turn_ahead(
         self, x: torch.Tensor, position: int, offsets: torch.Tensor
     ) -> torch.Tensor:
-        """Return the mean of `x`, `[..., D]`, rotated to `position` and each offset ahead of it.
+        """Return the mean of `x`, `[..., D]`, rotated to `position` and each of `[n]` offsets ahead
+        of it.
 
-        Other than `mean_turn` it is exact behind the table's end.
-
-        Args:
-            offsets: `[n]`, whole numbers.
+        Unlike `mean_turn` it is exact behind the table's end.
         """
         radians, factor = self.frequencies
         angles = (position + offsets.double())[:, None] * radians

@@ -18,11 +18,8 @@ from vllm_pyramid.step.upload import upload
 def mark_wrong_scores(batch: EvictionBatch, scores: torch.Tensor) -> torch.Tensor:
     """Let requests fail that have NaN or +inf among the scores that count; return which: `[S]`.
 
-    Not those of the first `sinks` and last `window` tokens, which stay in any case, nor those of
-    columns without a token, which may hold anything. A score of -inf is a token's that goes first.
-
-    Args:
-        scores: `[S, G, columns]`.
+    The scores, `[S, G, columns]`, of the first `sinks` and last `window` tokens do not count, as
+    these stay, nor columns without a token. A token with a score of -inf goes first.
     """
     policy = batch.policy
     counts = batch.host_dead_prefixes + policy.sinks, batch.host_lens - policy.window
@@ -39,13 +36,10 @@ def mark_wrong_scores(batch: EvictionBatch, scores: torch.Tensor) -> torch.Tenso
 def mark_wrong_attention(
     failures: Failures, request_ids: Sequence[str], layer: int, rows: torch.Tensor
 ) -> None:
-    """Let requests fail whose last query's attention is NaN or infinite, or its sum is.
+    """Let requests fail whose last query's attention, `[S, H, D]`, is NaN or infinite, or its sum
+    is.
 
-    Every key that the query sees has a part in it, so it tells of a NaN anywhere in the cache of
-    the layer, and of those below.
-
-    Args:
-        rows: `[S, H, D]`, the attention of each request's last query.
+    The query sees every key, so it tells of a NaN anywhere in the cache of the layer, and below.
     """
     sums = rows.float().flatten(1).sum(dim=1)
     wrong = (sums - sums) != 0  # NaN; fewer launches than `isfinite`
@@ -54,13 +48,10 @@ def mark_wrong_attention(
 
 
 def check_attention(step: Step, layer: int, out: torch.Tensor) -> None:
-    """Let requests of the step fail that are evicted from and whose attention is wrong.
+    """Let requests fail that are evicted from and whose attention `out`, `[>= T, H, D]`, is wrong.
 
-    A request from which no layer evicts goes on as without a policy. Attention that vLLM has
-    rounded to whole numbers tells nothing.
-
-    Args:
-        layer: the last one. out: its attention, `[>= T, H, D]`.
+    `layer` is the last one. A request from which no layer evicts goes on as without a policy.
+    Attention that vLLM has rounded to whole numbers tells nothing.
     """
     evictions = step.evictions
     if evictions is None or not out.is_floating_point():
@@ -93,9 +84,6 @@ def ranked(batch: EvictionBatch, scores: torch.Tensor) -> tuple[EvictionBatch, t
 
     On the CPU failed requests are left out, and keep what they hold. Elsewhere the host does not
     know them: they are selected from, whatever their scores are.
-
-    Args:
-        scores: as of `Scorer.scores`.
     """
     mark_wrong_scores(batch, scores)
     if scores.device.type != "cpu":

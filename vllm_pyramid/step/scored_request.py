@@ -39,8 +39,7 @@ class ScoredRequest:
             the last stands at the last token. W is at least `window` where the scorer needs
             queries.
         key_cache, value_cache, block_row, start: where `keys` and `values` are gathered from.
-        key_scale, value_scale, key_scales, value_scales: factors of the numbers in the caches; see
-            `AttentionBatch`.
+        key_scale, value_scale, key_scales, value_scales: see `AttentionBatch`.
         logit_sinks: `[H]` learned sinks, or None.
         whole: whether nothing was evicted before: then the T tokens are the request's first ones,
             and a token's place is its position.
@@ -94,9 +93,7 @@ class ScoredRequest:
     ) -> Self:
         """Return the inputs of a whole prompt that lies in no cache, in the only layer.
 
-        Args:
-            queries: `[W, H, D]`. keys, values: `[G, T, D]`. window, sinks: as the attributes.
-            more: further attributes, in place of those that follow from the tensors.
+        `queries` are `[W, H, D]`, `keys` and `values` `[G, T, D]`; `more` are further attributes.
         """
         (heads_kv, tokens, size), heads = keys.shape, queries.shape[1]
         derived: dict[str, Any] = {
@@ -171,8 +168,7 @@ class ScoredRequest:
     def parts(self) -> Iterator[Self]:
         """Split a long request by its KV heads; a part looks like a request with fewer of them.
 
-        Parts depend on the request alone: a batch does not change them. A part keeps its copies as
-        long as it lives, so do not keep parts.
+        Parts depend on the request alone, not on a batch. Do not keep parts: each keeps its copies.
         """
         parts = parts_of_heads(self.num_kv_heads, self.heads_at_once or self.num_kv_heads)
         for heads in parts:

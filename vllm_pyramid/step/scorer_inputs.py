@@ -20,11 +20,7 @@ class ScorerInputs(ScoredRequest):
         return self.queries[-self._count(count) :].float()
 
     def _count(self, count: int | None) -> int:
-        """Return `count`, or the window's queries where it is None.
-
-        Raises:
-            ValueError: the step has fewer queries.
-        """
+        """Return `count`, or the window's queries for None; ValueError if the step has fewer."""
         count = max(self.window, 1) if count is None else count
         if count > len(self.queries):
             raise ValueError(
@@ -103,10 +99,7 @@ class ScorerInputs(ScoredRequest):
         return self.rotary.mean_turn(x, torch.arange(first, first + count, device=x.device))
 
     def future_queries(self, count: int) -> torch.Tensor:
-        """Return the last `count` queries, rotated to the next `count` positions: `[count, H, D]`.
-
-        The first of them is at the position behind the last query, and so on.
-        """
+        """Return the last `count` queries at the next `count` positions: `[count, H, D]`."""
         queries = self.unrotated_queries(count)
         if self.rotary is None:
             return queries
@@ -118,8 +111,7 @@ class ScorerInputs(ScoredRequest):
     def mean_of_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean over all query heads of all ranks: `[H, T]` to `[T]`.
 
-        Raises:
-            ValueError: the scorer does not say that it asks the ranks.
+        ValueError: the scorer does not say that it asks the ranks.
         """
         if not self.asks_ranks:
             raise ValueError(
@@ -132,11 +124,7 @@ class ScorerInputs(ScoredRequest):
         return total / (self.num_query_heads * self.ranks.size)
 
     def reduce_groups(self, values: torch.Tensor, how: str = "mean") -> torch.Tensor:
-        """Reduce the numbers of query heads to those of KV heads: `[H, T]` to `[G, T]`.
-
-        Args:
-            how: `mean`, `max` or `sum` over the query heads of a group.
-        """
+        """Reduce query heads to KV heads by `mean`, `max` or `sum`: `[H, T]` to `[G, T]`."""
         grouped = values.unflatten(0, (self.num_kv_heads, self.group))
         if how == "max":
             return grouped.amax(dim=1)

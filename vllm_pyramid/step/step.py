@@ -179,20 +179,16 @@ class Step:
     def add_error(self, what: str, error: Exception, *, peers_wait: bool = False) -> None:
         """Let all requests of the step fail, for which a method's call raised `error`.
 
-        Args:
-            peers_wait: see `Failures.add_error`.
-
-        Raises:
-            Exception: `error`, in steps without requests; where layers compute different tokens, as
-                the layer above would not know which; where the scheduler would not hear of it; and
-                as of `Failures.add_error`.
+        `error` is raised as by `Failures.add_error`, in steps without requests, where layers
+        compute different tokens (the layer above would not know which), and where the scheduler
+        would not hear of it.
         """
         if self.layout is not None or (self.evictions is None and self.failures.reports_evictions):
             raise error
         self.failures.add_error(self.request_ids, what, error, peers_wait=peers_wait)
 
     def report(self) -> dict[str, Eviction]:
-        """Return what the scheduler hears of the step's evictions, by request."""
+        """Return the step's evictions that are reported to the scheduler, by request."""
         if self.evictions is None:
             return {}
         evictions = self.evictions

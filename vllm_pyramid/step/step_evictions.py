@@ -30,11 +30,9 @@ Indices = npt.NDArray[np.int64]
 
 
 class HeldTokens(NamedTuple):
-    """What layers hold of requests right before an eviction.
+    """What layers hold of requests right before an eviction, from `first_blocks` on.
 
-    Attributes:
-        first_blocks: the first block that is held. lens: tokens from its first one on.
-        dead_prefixes: how many of these were evicted before.
+    `lens` counts tokens from the first one of that block, `dead_prefixes` those evicted before.
     """
 
     first_blocks: IntArray
@@ -53,8 +51,8 @@ class StepEvictions:
         resolved: the whole plans of `unsolved` requests, by index, once all layers are solved.
         inside_prompt: `[E]` bool, whether the eviction comes before the prompt's end.
         at_prompt_end: `[E]` bool, whether it comes at the prompt's end.
-        is_reported: `[E]` bool, whether the scheduler hears of the eviction: the request's plan
-            shortens a layer, or was deferred.
+        is_reported: `[E]` bool, whether the scheduler is told: the request's plan shortens a
+            layer, or was deferred.
         tokens_done: `[E]` int64, tokens evicted so far, over all layers; reported to the scheduler.
 
     Args:
@@ -158,10 +156,10 @@ class StepEvictions:
         )
 
     def shortened(self, layer: int) -> Indices:
-        """Return the indices of the requests that this layer shortens now.
+        """Return the indices of the requests that this layer shortens now, the same on all ranks.
 
         Not those with open plans, nor those that failed in an earlier step: these keep what they
-        hold until the scheduler ends them. All ranks return the same.
+        hold until the scheduler ends them.
         """
         visible = self.points - self.previous_skips[layer]
         waits = self._is_done | self._has_failed
@@ -174,10 +172,7 @@ class StepEvictions:
         return np.flatnonzero((self.kept_lens < visible).any(axis=0) & ~waits)
 
     def pieces(self, call: AttentionInputs, shortened: Indices) -> list[Indices]:
-        """Split the requests `shortened`, `[S]` indices, so that a piece's scores fit into memory.
-
-        All ranks make the same pieces.
-        """
+        """Split `[S]` indices into pieces whose scores fit into memory, the same on all ranks."""
         if not shortened.size:
             return []
         lens = self.held(call.layer, shortened).lens
@@ -193,8 +188,7 @@ class StepEvictions:
     def batch(self, call: AttentionInputs, policy: Policy, shortened: Indices) -> EvictionBatch:
         """Return the requests `shortened`, `[S]` indices, as one layer evicts from them.
 
-        Layers mostly shorten the same requests; each set of them that some layer shortens is
-        copied to the device when the first such layer asks for it.
+        Layers mostly shorten the same requests; each set of them is copied to the device once.
         """
         first_blocks, lens, dead_prefixes = self.held(slice(None), shortened)
         key, device = shortened.tobytes(), call.query.device
@@ -233,17 +227,12 @@ class StepEvictions:
         )
 
     def kept_spans(self, shortened: Indices, device: torch.device) -> torch.Tensor | None:
-        """Return which tokens stay because of spans that do not begin at the prompt's first token.
+        """Return which tokens of `[S]` requests stay because of spans that do not begin at token 0.
 
-        Such spans are found at a request's first eviction, so that layers have the same places.
-
-        Args:
-            shortened: `[S]` indices.
-
-        Returns:
-            `[S, end of the last span]` bool; None if there are no such spans. A request with spans
-            has all its tokens in its tables, so the mask is no wider than they are. Requests that
-            were evicted before have fewer, and do not count.
+        Spans are found at a request's first eviction, so that layers have the same places. The
+        result is `[S, end of the last span]` bool; None if there are no such spans. A request with
+        spans has all its tokens in its tables, so the mask is no wider than they are. Requests that
+        were evicted before do not count.
         """
         key = shortened.tobytes()
         if key not in self._masks:
@@ -277,12 +266,9 @@ class StepEvictions:
     def resolve(self, index: int, keep: npt.NDArray[np.int64], first: int = 0) -> None:
         """Take over lengths that were decided; with those of the top layer the plan is known.
 
-        Args:
-            keep: tokens that the layers from `first` on keep, window and sinks included: `[L]`, or
-                a number for each of some layers that share a part of the total.
-
-        Raises:
-            ValueError: the lengths exceed what the plan has promised.
+        `keep` has the tokens that the layers from `first` on keep, window and sinks included:
+        `[L]`, or a number for each of some layers that share a part of the total. ValueError: the
+        lengths exceed what the plan has promised.
         """
         plan, end = self.open_plan(index), first + len(keep)
         self.kept_lens[first:end, index] = plan.end_point(keep).held

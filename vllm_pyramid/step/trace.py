@@ -107,9 +107,8 @@ class TraceWriter:
     ) -> None:
         """Record what request `index` keeps in `layer`, and its recall.
 
-        Args:
-            positions: `[G, held]`, places among the tokens that the layer held until now; at a
-                prompt's end these are the prompt's positions.
+        `positions`, `[G, held]`, are places among the tokens that the layer held until now; at a
+        prompt's end these are the prompt's positions.
         """
         request_id = evictions.request_ids[index]
         if request_id in self._untraceable and evictions.eviction_numbers[index] > 1:
@@ -123,8 +122,7 @@ class TraceWriter:
     def place(self, request_id: str, layers: list[torch.Tensor]) -> None:
         """Record what a request holds at its prompt's end, for a method that evicts by itself.
 
-        Args:
-            layers: the positions of each layer, `[held]` int32, ascending, the same in all heads.
+        `layers` has the positions of each, `[held]` int32, ascending, the same in all heads.
         """
         self._placed[request_id] = layers
 
@@ -138,10 +136,9 @@ class TraceWriter:
         return np.concatenate([older[layer], newer], axis=1)
 
     def resume(self, request_id: str, origin: str, point: int) -> None:
-        """Read which positions a request holds that begins with the cache of an earlier one.
+        """Read which positions a request holds that begins with the cache of request `origin`.
 
-        Args:
-            origin: the earlier request. point: tokens computed at its eviction.
+        `point` counts the tokens computed at that one's eviction.
         """
         layers = self._kept_at(origin, point)
         if layers is None:
@@ -175,11 +172,9 @@ class TraceWriter:
         read: np.ndarray,
         visible: np.ndarray,
     ) -> None:
-        """Add what tokens of a step have read.
+        """Add how many pages, `[L, T]`, tokens of a step have read of the visible ones.
 
-        Args:
-            request_ids: names of the step's requests. requests: `[T]`, each token's request.
-            read, visible: `[L, T]` pages of the cache.
+        `requests`, `[T]`, has each token's request, an index of `request_ids`.
         """
         for row in np.unique(requests).tolist():
             own = requests == row
@@ -203,11 +198,7 @@ class TraceWriter:
         self._placed.pop(request_id, None)
 
     def finish_step(self, evictions: StepEvictions) -> int:
-        """Write the files of the step's evictions, once all layers have run.
-
-        Returns:
-            How many of them could not be written.
-        """
+        """Write the files of a step's evictions when all layers have run; return the failures."""
         dropped = 0
         for index, request_id in enumerate(evictions.request_ids):
             if request_id in evictions.failures.of:

@@ -23,7 +23,6 @@ class Kept:
     """What one request kept at its prompt's end.
 
     Attributes:
-        request_id: as the engine called it.
         layers: `[L]`, the model's own numbers of the layers that evict.
         heads: KV heads of each of them, over all ranks.
         counts: `[L, tokens]`, how many of a layer's KV heads kept each token of the prompt.
@@ -51,11 +50,7 @@ def file_name(request_id: str) -> str:
 def read_request(folder: Path, request_id: str, ranks: int = 1) -> Kept | None:
     """Return what one request kept at its prompt's end; None if it has no trace of that.
 
-    Args:
-        ranks: that share the KV heads of each layer.
-
-    Raises:
-        ValueError: a part of its layers or heads is missing.
+    `ranks` share the KV heads of each layer. ValueError: a part of its layers or heads is missing.
     """
     name = file_name(request_id)
     paths = [path for path in folder.glob(f"{name}*.npz") if _PART.sub("", path.stem) == name]
@@ -71,10 +66,8 @@ def read_request(folder: Path, request_id: str, ranks: int = 1) -> Kept | None:
 def read_kept(folder: Path) -> list[Kept]:
     """Return what each traced request of a folder kept at its prompt's end, by file name.
 
-    Files of ranks and pipeline stages are put together. Files of other evictions are left out.
-
-    Raises:
-        ValueError: a part of a request's layers or heads is missing, so that parts disagree.
+    Files of ranks and pipeline stages are put together; files of other evictions are left out.
+    ValueError: a part of a request's layers or heads is missing, so that parts disagree.
     """
     parts: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.npz")):

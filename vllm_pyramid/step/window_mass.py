@@ -36,12 +36,10 @@ class WindowMass:
     def recall(
         self, kept: torch.Tensor, prompt_lens: torch.Tensor, keeps: torch.Tensor
     ) -> torch.Tensor:
-        """Return the share of the kept tokens, `[S, G]` float32 on the host; NaN without a mass.
+        """Return the kept tokens' share (`kernels.recall.kept_mass`), `[S, G]` float32; NaN without
+        a mass.
 
-        See `kernels.recall.kept_mass`.
-
-        Args:
-            kept: `[S, G, K]` int32. prompt_lens, keeps: `[S]` int32.
+        `kept` is `[S, G, K]` int32, `prompt_lens` and `keeps` `[S]` int32.
         """
         result = torch.full(kept.shape[:2], math.nan)
         if self.mass is not None:

@@ -47,10 +47,7 @@ def add_parser(commands: Any) -> None:
         help='one JSON object a line, with "prompt" (text) or "prompt_token_ids"',
     )
     parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
-    parser.add_argument(
-        "--kv-policy",
-        help="a policy that solves budgets (default xkv)",
-    )
+    parser.add_argument("--kv-policy", help="a policy that solves budgets (default xkv)")
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
     parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
     parser.add_argument(
@@ -84,8 +81,7 @@ class Calibration:
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """Return the prompts of a JSON Lines file, as vLLM takes them.
 
-    Raises:
-        ValueError: the file is unreadable or empty, or a line is no such object.
+    ValueError: the file is unreadable or empty, or a line is no such object.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -112,14 +108,10 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(reports: Iterable[dict[str, Any]], floor: int) -> Calibration:
-    """Return the shares in the responses' reports.
+    """Return the shares in the responses' reports (`kv_transfer_params`), beyond `floor`, window
+    and sinks.
 
-    Args:
-        reports: `kv_transfer_params` of the responses.
-        floor: window and sinks of the policy.
-
-    Raises:
-        ValueError: every prompt fits into the budget.
+    ValueError: every prompt fits into the budget.
     """
     rows, skipped = [], 0
     for report in reports:
@@ -194,11 +186,7 @@ def _policy_of(settings: KVSettings) -> Policy:
 
 
 def checked_output(name: str) -> Path:
-    """Return the path of the policy file, which can be written.
-
-    Raises:
-        ValueError: its ending is another, or its folder does not exist.
-    """
+    """Return the path of the policy file; ValueError for another ending, or without its folder."""
     output = Path(name)
     if output.suffix not in (".yaml", ".yml"):
         raise ValueError(f"the output {name!r} must end in .yaml, as --kv-policy asks for it")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an engine or a server in a process of its own, which frees its memory when it ends.
+"""Runs an engine or a server in a process, which frees its memory when it ends.
 
 The child reads tasks from standard input, one JSON object a line. It prints messages to standard
 output, one JSON object a line, each line beginning with `MARK`; all other lines are vLLM's and are
@@ -52,8 +52,7 @@ class LoggedProcess:
     """A process whose log is part of error messages. It ends with its `with` statement.
 
     Args:
-        command: the program and its arguments.
-        what: its name in error messages.
+        command: the program and its arguments. what: its name in error messages.
         offline: whether nothing may be fetched from a hub.
         environment: variables in addition to those of this process.
     """
@@ -112,11 +111,7 @@ class Child(LoggedProcess):
     _piped = True
 
     def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give it a task, and yield its messages up to the one that has `done`.
-
-        Raises:
-            ChildError: the process ended instead.
-        """
+        """Give it a task, and yield messages up to one that has `done`; ChildError: it ended."""
         self._send(task)
         for message in self._messages():
             yield message
@@ -125,11 +120,7 @@ class Child(LoggedProcess):
         raise self.error()
 
     def finish(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give it its last task, and yield its messages until the process ends.
-
-        Raises:
-            ChildError: the process failed.
-        """
+        """Give it its last task, and yield its messages until it ends; ChildError: it failed."""
         self._send(task)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -155,16 +146,11 @@ class Child(LoggedProcess):
 def run_child(
     module: str, task: Mapping[str, Any], what: str, *, offline: bool
 ) -> Generator[dict[str, Any], None, None]:
-    """Run `python -m module` on one task, and yield its messages as they come.
+    """Run `python -m module` on one task, and yield its messages as they come; ChildError: it
+    failed.
 
-    Every process that it started has ended when the iterator is closed or exhausted.
-
-    Args:
-        module, task: of the child.
-        what, offline: as for `LoggedProcess`.
-
-    Raises:
-        ChildError: the process failed.
+    Every process that it started has ended when the iterator is closed or exhausted. `what` and
+    `offline` are as for `LoggedProcess`.
     """
     with Child([sys.executable, "-m", module], what, offline=offline) as child:
         yield from child.finish(task)

@@ -19,11 +19,7 @@ _ALSO_FOR_COMMANDS = {
 
 
 def names(text: str, what: str) -> tuple[str, ...]:
-    """Return the parts of a list such as `full,snapkv`, each once.
-
-    Raises:
-        ValueError: the list is empty.
-    """
+    """Return the parts of a list such as `full,snapkv`, each once; ValueError if it is empty."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
         raise ValueError(f"{what} is empty: give at least one, separated by commas")
@@ -31,11 +27,7 @@ def names(text: str, what: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
-    """Return the whole numbers of a list such as `1024,4096`.
-
-    Raises:
-        ValueError: the list is empty, or a part is too small or no whole number.
-    """
+    """Return the numbers of a list such as `1024,4096`, each at least `least`; else ValueError."""
     found = names(text, what)
     for name in found:
         if not name.isascii() or not name.isdigit() or int(name) < least:
@@ -46,14 +38,10 @@ def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
 def refuse_unused(
     args: argparse.Namespace, flag: str, own: Sequence[str] = (), others: Sequence[str] = ()
 ) -> None:
-    """Refuse flags that were given and would have no effect.
+    """Raise ValueError for flags that were given and would have no effect.
 
-    Args:
-        flag: of what the command does, such as `--heads`. own: names of flags that belong to it
-            alone. others: names of those that do not go with it.
-
-    Raises:
-        ValueError: naming them.
+    `flag` is of what the command does, such as `--heads`. `own` names flags that belong to it
+    alone, `others` those that do not go with it.
     """
     is_given = getattr(args, flag.removeprefix("--")) not in (None, False)
     unused = others if is_given else own
@@ -66,8 +54,7 @@ def refuse_unused(
 def parse_engine_args(text: str | None) -> dict[str, Any]:
     """Parse `--engine-args` of our commands: further arguments of `LLM`, as a JSON object.
 
-    Raises:
-        ValueError: malformed JSON, not an object, or an argument that the command sets itself.
+    ValueError: malformed JSON, not an object, or an argument that the command sets itself.
     """
     try:
         values = json.loads(text or "{}")
@@ -85,8 +72,7 @@ def parse_engine_args(text: str | None) -> dict[str, Any]:
 def split_cache_dtype(policy: str) -> tuple[str, str | None]:
     """Split `snapkv@fp8` into the policy and the type of its KV cache; None for the model's own.
 
-    Raises:
-        ValueError: the cache cannot have that type.
+    ValueError: the cache cannot have that type.
     """
     name, at, dtype = policy.rpartition("@")
     if not at:
@@ -101,11 +87,7 @@ def split_cache_dtype(policy: str) -> tuple[str, str | None]:
 
 
 def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:
-    """Check before a long run that its results can be written. No empty file stays.
-
-    Raises:
-        ValueError: the folder cannot be made, or a file cannot be opened.
-    """
+    """Raise ValueError before a long run if results cannot be written. No empty file stays."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:

@@ -37,11 +37,7 @@ def add_command(commands: Any) -> None:
 
 
 def _ask(method: str, url: str, key: str | None) -> Any:
-    """Return a server's answer.
-
-    Raises:
-        ValueError: it does not answer, or refuses; with the reason.
-    """
+    """Return a server's answer; ValueError with the reason if it does not answer, or refuses."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is no URL of a server, such as http://localhost:8000")
     headers = {"Authorization": f"Bearer {key}"} if key else {}

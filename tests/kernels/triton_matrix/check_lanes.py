@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots and orders of lanes, against their twins and by their definition.
+"""Slots and orders of lanes, against the reference and by their definition.
 
 Shape legend: L layers, R requests, G KV heads, N tokens of a lane's block.
 """
@@ -26,7 +26,7 @@ def test_queries_in_the_order_of_lanes(ints, device, heads, counts):
     """Requests of one token, prompts of more than a tile, and rows of padding."""
     starts = ints([0, *np.cumsum(counts)])
     tokens, lanes = sum(counts), len(counts) * heads
-    found, twin = (
+    found, by_reference = (
         (
             torch.full((lanes + 4,), -9, dtype=torch.int32, device=device),
             torch.full((tokens * heads + 4,), -9, device=device),
@@ -34,8 +34,8 @@ def test_queries_in_the_order_of_lanes(ints, device, heads, counts):
         for _ in "ab"
     )
     triton_lanes.lane_rows(*found, starts, heads)
-    triton_lanes.lane_rows_reference(*twin, starts, heads)
-    for own, right in zip(found, twin, strict=True):
+    triton_lanes.lane_rows_reference(*by_reference, starts, heads)
+    for own, right in zip(found, by_reference, strict=True):
         assert torch.equal(own, right)
     of_lanes, order = (tensor.tolist() for tensor in found)
     assert of_lanes[lanes + 1 :] == [-9] * 3 and order[tokens * heads :] == [-9] * 4
@@ -82,11 +82,11 @@ def test_slots_of_lanes(ints, device, heads, counts, lens, by_slot):
         requests.reverse()
         rows = rows._replace(slots=torch.tensor(requests, device=device)[: rows.num_reqs])
     for written in (0, tokens * heads - 1, (tokens + 33) * heads):
-        found, twin = (torch.full((LAYERS, places), -9, device=device) for _ in "ab")
+        found, by_reference = (torch.full((LAYERS, places), -9, device=device) for _ in "ab")
         arguments = (groups_of(tables, heads, by_slot=by_slot), rows, starts, written)
         triton_lanes.lane_slots(found, *arguments)
-        triton_lanes.lane_slots_reference(twin, *arguments)
-        assert torch.equal(found, twin)
+        triton_lanes.lane_slots_reference(by_reference, *arguments)
+        assert torch.equal(found, by_reference)
         cleared = max(written - tokens * heads, 0)
         assert (found[:, tokens * heads :][:, :cleared] == -1).all()
         assert (found[:, tokens * heads + cleared :] == -9).all()

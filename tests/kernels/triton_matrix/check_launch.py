@@ -25,11 +25,11 @@ from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, Win
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
 from vllm_pyramid.methods.pages.kernels import triton as page_triton
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[3]

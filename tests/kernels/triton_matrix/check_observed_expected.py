@@ -16,7 +16,7 @@ from tests.kernels.every_kernel import reference, triton_ops
 from tests.methods.views import cos_sin
 from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax, WindowBatch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.step.rotary import Rotary
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -192,8 +192,8 @@ def test_lists(make_paged, ints, sinks, recent, levels):
         for g in range(2):  # pages with one summary have one score, so lists have ties
             few = levels if levels < 9 and max(budgets) < 9 and recent < 30 else 10
             assert len(scores[4, 2 * g, :10].unique()) <= few
-        twin = chosen(page_reference, *inputs, kind="spread", **options)
-        check_lists(rows, ints(budgets), *twin, **options)
+        by_reference = chosen(page_reference, *inputs, kind="spread", **options)
+        check_lists(rows, ints(budgets), *by_reference, **options)
 
 
 @pytest.mark.parametrize("combine", COMBINES)
@@ -229,11 +229,11 @@ def test_pages_that_rows_fill_are_summarised(make_paged, ints, geometry, kind):
     blocks = [rows.block_table[r, p] for r, p in ((1, 8), (2, 3), (3, 17))]
     for block in blocks:
         pool[block] = 0.0
-    before, twin = pool.clone(), pool.clone()
+    before, by_reference = pool.clone(), pool.clone()
     keys = {"kind": kind, "key_cache": paged.key_cache}
     scores, lists = chosen(page_triton, rows, softmax, pool, budgets, **keys)
-    chosen(page_reference, rows, softmax, twin, budgets, **keys)
-    close(pool, twin, 2.0**-7 if pool.dtype != torch.float32 else 1e-5, 1e-5)
+    chosen(page_reference, rows, softmax, by_reference, budgets, **keys)
+    close(pool, by_reference, 2.0**-7 if pool.dtype != torch.float32 else 1e-5, 1e-5)
     check_lists(rows, budgets, scores, lists)
     for block in blocks:
         assert pool[block].any()

@@ -14,7 +14,7 @@ import torch
 
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.records import Softmax
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.arguments import take_softmax
 from tests.kernels.every_kernel import reference, triton_ops
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

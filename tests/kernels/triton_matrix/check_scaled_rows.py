@@ -15,7 +15,7 @@ import torch
 from tests.kernels.every_kernel import cpu, reference, triton_ops
 from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
@@ -92,8 +92,8 @@ def test_window_scores(make_paged, ints, stored, dtype, known):
         reference.paged_attention(out, plain, softmax, log_sum_exp=lse, compute_dtype=torch.float64)
     plain, own = windows(rows.plain, ints), windows(rows.batch, ints)
     right = reference.window_scores(plain, softmax, reduction, compute_dtype=torch.float64)
-    twin = reference.window_scores(own, softmax, reduction, compute_dtype=torch.float64)
-    torch.testing.assert_close(twin, right, rtol=1e-6, atol=1e-9)
+    by_reference = reference.window_scores(own, softmax, reduction, compute_dtype=torch.float64)
+    torch.testing.assert_close(by_reference, right, rtol=1e-6, atol=1e-9)
     found = triton_ops.window_scores(own, softmax, reduction, log_sum_exp=lse)
     torch.testing.assert_close(found, right, rtol=5e-4, atol=1e-7)
     assert right.isfinite().sum() > 200
@@ -104,12 +104,12 @@ def test_key_mass(make_paged, ints, stored, kind):
     lens, queries, skips = [150, 57, 70], [1, 9, 3], [37, 0, 16]
     rows = Rows(make_paged, ints, stored, torch.float32, lens, queries, skips)
     shape, device = rows.memory.shape[:3], rows.memory.device
-    right, twin, found = (torch.zeros(shape, device=device) for _ in range(3))
+    right, by_reference, found = (torch.zeros(shape, device=device) for _ in range(3))
     softmax, options = Softmax(0.125), {"compute_dtype": torch.float64}
     reference.add_key_mass(right, rows.plain, softmax, kind=kind, **options)
-    reference.add_key_mass(twin, rows.batch, softmax, kind=kind, **options)
+    reference.add_key_mass(by_reference, rows.batch, softmax, kind=kind, **options)
     triton_ops.add_key_mass(found, rows.batch, softmax, kind=kind)
-    torch.testing.assert_close(twin, right, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(by_reference, right, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-6)
     assert right.sum() > 1
 
@@ -127,9 +127,9 @@ def test_recent_mass(make_paged, ints, stored):
 
     options = {"distance_weight": 1.2, "compute_dtype": torch.float64}
     right = reference.recent_mass(recent(rows.plain), softmax, **options)
-    twin = reference.recent_mass(recent(rows.batch), softmax, **options)
+    by_reference = reference.recent_mass(recent(rows.batch), softmax, **options)
     found = triton_ops.recent_mass(recent(rows.batch), softmax, distance_weight=1.2)
-    torch.testing.assert_close(twin, right, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(by_reference, right, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found, right, rtol=5e-4, atol=1e-7)
     assert right.sum() > 1
 
@@ -143,10 +143,10 @@ def test_scales_move_with_their_rows(make_paged, ints, stored):
     kept = reference.select(scores, rows.lens, keeps, window=8)
     table = rows.batch.block_table
     before = rows.memory.clone()
-    twin = before.clone()
+    expected = before.clone()
     triton_ops.compact(*rows.parts.rows, table, kept, rows.lens, keeps)
-    reference.compact(*parts_of_scaled_rows(twin, stored).rows, table, kept, rows.lens, keeps)
-    assert torch.equal(rows.memory, twin) and not torch.equal(twin, before)
+    reference.compact(*parts_of_scaled_rows(expected, stored).rows, table, kept, rows.lens, keeps)
+    assert torch.equal(rows.memory, expected) and not torch.equal(expected, before)
     for r, (n, keep) in enumerate(((150, 40), (57, 24))):
         was = reference.gather_tokens(before, table[r], 0, n)
         now = reference.gather_tokens(rows.memory, table[r], n - keep, n)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, lengths and skips of a step, against their twin and by their definition.
+"""Tables, lengths and skips of a step, against the reference and by their definition.
 
 Shape legend: L layers, R rows, G tables of a layer.
 """
@@ -127,10 +127,10 @@ CASES = {"short": (8, *SHORT), "long": (3000, *LONG), "one": (2000, [31_999], [[
 @pytest.mark.parametrize(("held", "lanes"), [(True, 1), (False, 1), (True, 3), (False, 3)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_is_what_its_layer_keeps(device, name, held, lanes):
-    found, twin = (Case(device, *CASES[name], lanes=lanes, held=held) for _ in "ab")
+    found, by_reference = (Case(device, *CASES[name], lanes=lanes, held=held) for _ in "ab")
     pairs = zip(
         found.run(triton_tables.gather_tables),
-        twin.run(triton_tables.gather_tables_reference),
+        by_reference.run(triton_tables.gather_tables_reference),
         strict=True,
     )
     for own, right in pairs:

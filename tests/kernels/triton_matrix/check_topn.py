@@ -12,7 +12,7 @@ import torch
 from tests.kernels.arguments import take_softmax
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu

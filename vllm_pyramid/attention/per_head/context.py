@@ -21,22 +21,14 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs
 
 @dataclass
 class HeadCpuMetadata(PyramidCpuMetadata):
-    """One layer's view of a step, whose requests are the lanes of the step's.
-
-    Attributes:
-        slots: `[T * G]` int64, the slots of the step's tokens and heads.
-    """
+    """One layer's view of a step, whose requests are lanes; `slots` is `[T * G]` int64."""
 
     slots: torch.Tensor
 
 
 @dataclass
 class HeadContext(LayerContext):
-    """A layer whose attention has a request of one KV head for each lane.
-
-    Attributes:
-        lanes: of all layers. On CUDA devices `shifted` has the tables of a step.
-    """
+    """A layer whose attention has a request of one KV head for each of its `lanes`."""
 
     computes_log_sum_exp: ClassVar[bool] = False  # rows of single heads are in another order
 
@@ -103,11 +95,10 @@ class HeadContext(LayerContext):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend by vLLM's kernel to each KV head as a request of its own.
+        """Attend by vLLM's kernel to each KV head as a request.
 
         Args:
-            impl: ours of the layer. layer: vLLM's. query, output: `[>= T, H, D]`.
-            kv_cache: `[P, 1, N, 2 * D]`.
+            query, output: `[>= T, H, D]`. kv_cache: `[P, 1, N, 2 * D]`.
             metadata: stock, of the lanes; `kv_order` is None where queries are in their order.
             args, kwargs: scales of fused output quantisation.
         """

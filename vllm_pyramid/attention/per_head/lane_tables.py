@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of KV heads of their own for attention kernels of CUDA, which read one for each request.
+"""Tables of single KV heads for attention kernels of CUDA, which read one for each request.
 
     a request's blocks in a layer      [M], an entry of each KV head for G N tokens
     what the layer's kernels read      [R_max * G, M / G], a request of one KV head in each row
 
 Tables and lengths of lanes are gathered as those of layers are (`shifted_tables.py`). The slots of
-the step's tokens are found here, too: vLLM's own would be those of one table for all heads. All
-tensors keep their addresses, so captured graphs read them.
+the step's tokens are found here, too: vLLM's would be those of one table for all heads. All tensors
+keep their addresses, so captured graphs read them.
 
 Shape legend: L layers, R requests, G KV heads, T tokens of the step, N tokens of a block, M entries
 of a request's table.
@@ -91,8 +91,7 @@ class LaneTables(ShiftedTables):
 
         Args:
             seq_lens, slots: as of `update`. query_starts: `[R + 1]` int32.
-            num_reqs: requests of the step. num_tokens: T, without padding; None: without real
-                requests, which write to no slot.
+            num_tokens: T, without padding; None: without real requests, which write to no slot.
         """
         from vllm_pyramid.kernels.triton import lanes as kernels
 
@@ -116,11 +115,10 @@ class LaneTables(ShiftedTables):
             self._slots_written = 0
 
     def describe(self, common: Any, layer: int) -> None:
-        """Make vLLM's metadata of a step those of a layer's lanes.
+        """Make vLLM's metadata of a step, a copy, those of a layer's lanes.
 
-        Args:
-            common: a copy of vLLM's `CommonAttentionMetadata`. Its `query_start_loc_cpu` stays that
-                of the requests; builders without context parallelism do not read it.
+        Its `query_start_loc_cpu` stays that of the requests; builders without context parallelism
+        do not read it.
         """
         if not self._has_starts:  # a capture, for which vLLM prepares no step
             self._write_starts(common.query_start_loc[: common.num_reqs + 1])
@@ -137,11 +135,7 @@ class LaneTables(ShiftedTables):
         metadata.kv_order = self.order_of(common)
 
     def order_of(self, common: Any) -> torch.Tensor | None:
-        """Return the queries in the order of the lanes; None: they are in that order.
-
-        Args:
-            common: as `describe` has made them.
-        """
+        """Return the queries in lane order, of what `describe` made; None: they are in order."""
         return None if common.max_query_len == 1 else self.order[: common.num_actual_tokens]
 
     def slots_of(self, layer: int, num_tokens: int) -> torch.Tensor:

@@ -48,9 +48,7 @@ class LaneStep:
 
 
 class HeadLanes:
-    """The KV heads of all layers, each with a block table of its own.
-
-    On the CPU it makes the lanes of a step; on CUDA devices `LaneTables` does.
+    """The KV heads of all layers, each with a block table, on the CPU; elsewhere see `LaneTables`.
 
     Args:
         count: G. block_size: N.
@@ -100,22 +98,14 @@ class HeadLanes:
     # One layer ------------------------------------------------------------------------------------
 
     def tables(self, step: LaneStep, table: torch.Tensor) -> torch.Tensor:
-        """Return the lanes' block tables of a layer, `[R * G, num_blocks]` int32.
-
-        Args:
-            table: `[>= R, M]` int32, vLLM's.
-        """
+        """Return the lanes' tables, `[R * G, num_blocks]` int32, of a layer's `[>= R, M]`."""
         requests = len(step.seq_lens) // self.count
         used = table[:requests, : step.num_blocks * self.count]
         of_lanes = used.unflatten(1, (-1, self.count)).transpose(1, 2).contiguous()
         return of_lanes.flatten(0, 1)
 
     def slots(self, step: LaneStep, table: torch.Tensor) -> torch.Tensor:
-        """Return the slots of the step's tokens and heads in a layer, `[T * G]` int64.
-
-        Args:
-            table: as of `tables`.
-        """
+        """Return the slots of the step's tokens and heads in a layer, `[T * G]` int64."""
         entries = step.entries[:, None] + torch.arange(self.count)
         blocks = table[step.requests[:, None], entries].long()
         return (blocks * self.block_size + step.places[:, None]).flatten()
@@ -127,9 +117,8 @@ class HeadLanes:
     def attend(self, ops: Ops, batch: AttentionBatch, softmax: Softmax, out: torch.Tensor) -> None:
         """Attend in all lanes of a layer. Prefixes are not shared, so no pages are read together.
 
-        Args:
-            batch: with `[T, H, D]` queries; its tables, lengths and skips are those of lanes.
-            out: `[T, H, D]`, written.
+        `batch` has `[T, H, D]` queries, and tables, lengths and skips of lanes; `out` is `[T, H,
+        D]`, written.
         """
         assert self._lanes is not None, "the layer's metadata are those of a step"
         query, order = self.as_one_head(batch.query), self._lanes.order
@@ -144,9 +133,7 @@ class HeadLanes:
     def split(self, inputs: AttentionInputs) -> Iterator[AttentionInputs]:
         """Return what each lane of a layer evicts by: inputs of a layer with one KV head.
 
-        Args:
-            inputs: of the layer, with `[T, H, D]` queries; its tables, lengths and skips are those
-                of lanes.
+        `inputs` are of the layer, with `[T, H, D]` queries, and tables, lengths and skips of lanes.
         """
         batch, count = inputs.batch, self.count
         group = batch.query.shape[1] // count

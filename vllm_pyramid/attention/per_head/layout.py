@@ -18,11 +18,7 @@ from vllm_pyramid.attention.table_layout import TableLayout
 
 
 class HeadTableLayout(TableLayout):
-    """A block table for each KV head of each layer.
-
-    Args:
-        count: KV heads of a layer. block_size: tokens of a lane's block.
-    """
+    """A block table for each of `count` KV heads of each layer; a block has `block_size` tokens."""
 
     def __init__(self, count: int, block_size: int) -> None:
         super().__init__(count)
@@ -53,10 +49,9 @@ class HeadTableLayout(TableLayout):
         return 4 * (max_num_reqs * lanes + 1) + 8 * lanes * max_num_tokens * (num_layers + 1)
 
     def check(self, name: str, impl: Any) -> None:
-        """Raise unless the attention of a layer serves block tables of single KV heads.
+        """Raise ValueError unless the attention of a layer serves block tables of single KV heads.
 
-        Raises:
-            ValueError: it does not, or has learned sinks, which all heads of a layer share.
+        It must have no learned sinks, which all heads of a layer share.
         """
         if not getattr(impl, "serves_single_heads", False):
             raise ValueError(

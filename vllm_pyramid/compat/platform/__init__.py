@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The platform plugin: a KV policy's attention on CPUs.
 
-With a CPU build of vLLM everything but attention is vLLM's own. Without a policy its platform is
-too: `cpu_platform.activate` puts ours in its place when an engine asks for a policy, and processes
-that such an engine starts find `ACTIVE` in their environment.
+With a CPU build of vLLM everything but attention is vLLM's own, and without a policy its platform
+is too: `cpu_platform.activate` puts ours in its place when an engine asks for a policy, and
+processes that such an engine starts find `ACTIVE` in their environment.
 
-The CUDA wheel on a machine without a GPU has no platform at all, so vLLM starts nothing there. With
-ours it runs, policy or not: the few operators that are missing come from PyTorch, which is slow,
-and good for tests.
+The CUDA wheel on a machine without a GPU has no platform at all. With ours it runs, policy or not:
+missing operators come from PyTorch, which is slow, and good for tests.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def cpu_platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: our platform's path, or None to leave vLLM alone.
 
     A plugin wins over everything that is built into vLLM, so ours is offered only where vLLM would
-    choose its CPU platform, from which ours is derived, for an engine with a policy; or where vLLM
-    finds nothing at all. vLLM is asked with its own functions (a GPU that is merely hidden from
-    this process still counts), and a platform of another package keeps ours away.
+    choose its CPU platform for an engine with a policy, or finds nothing at all. vLLM is asked with
+    its own functions (a GPU that is merely hidden from this process still counts), and a platform
+    of another package keeps ours away.
 
     For the CUDA wheel, a package that vLLM imports is told not to compile kernels for GPUs in the
-    background, which it would do in two further processes of every engine.
+    background, in two further processes of every engine.
     """
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PyramidCpuPlatform`: vLLM's CPU platform, which can also run a KV policy's attention.
 
-Target: the class of `vllm.platforms.current_platform`. Why: vLLM chooses the platform while it is
-imported, before it knows what an engine asks for, and its modules keep the object. Remove when a
-worker or a configuration can name the platform.
+vLLM chooses the platform while it is imported, before it knows what an engine asks for, and its
+modules keep the object. So ours becomes the class of that object.
 """
 
 from __future__ import annotations

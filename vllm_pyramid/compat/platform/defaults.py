@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads, memory and the platform on the CPU, where the user chose none.
 
-vLLM takes 92 % of a memory node and refuses to start where other processes have more than the rest,
-and it keeps one core a worker for the front end, which on a machine of two is half of the
-arithmetic. Here a worker takes what is free, and all cores where they are few. What the user sets
-wins: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`, `VLLM_CPU_OMP_THREADS_BIND`,
-`VLLM_CPU_NUM_OF_RESERVED_CPU`, `OMP_NUM_THREADS`, `THP_MEM_ALLOC_ENABLE`.
+vLLM takes 92 % of a memory node and refuses to start where other processes have more than the rest;
+it keeps one core a worker for the front end, half of a machine of two. Here a worker takes what is
+free, and all cores where they are few. What the user sets wins: `--gpu-memory-utilization`,
+`--kv-cache-memory-bytes`, `VLLM_CPU_OMP_THREADS_BIND`, `VLLM_CPU_NUM_OF_RESERVED_CPU`,
+`OMP_NUM_THREADS`, `THP_MEM_ALLOC_ENABLE`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ SHARE_OF_FREE = 0.8
 def choose(args: EngineArgs) -> None:
     """Choose threads and memory for an engine about to be configured, where `args` leave them open.
 
-    Threads are chosen in this process's environment, from which vLLM reads them. The engine's
-    processes ask for huge pages: blocks lie at random in the cache, so small pages cost an address
-    translation every few rows. PyTorch reads that once, when it first allocates, so an engine in
-    this process has them only where the user set the variable.
+    vLLM reads the threads from this process's environment. The engine's processes ask for huge
+    pages: blocks lie at random in the cache, so small pages cost an address translation every few
+    rows. PyTorch reads that once, when it first allocates, so an engine in this process has them
+    only where the user set the variable.
     """
     withdraw()
     cpu_platform.activate()
@@ -97,7 +97,7 @@ def chosen_for_children(name: str, value: str) -> None:
 def withdraw() -> None:
     """Take back what was chosen for an earlier engine of this process, or inherited from one.
 
-    Processes of vLLM's own, such as a second front end, go on with what was chosen for them.
+    Processes that vLLM started, such as a second front end, keep what was chosen for them.
     """
     cpu_platform.deactivate()
     os.environ.pop(ACTIVE, None)
@@ -111,16 +111,14 @@ def withdraw() -> None:
 
 
 def threads_to_bind(
-    environment: Mapping[str, str],
-    workers: int,
-    nodes: Sequence[Sequence[int]],
-    replicas: int = 1,
+    environment: Mapping[str, str], workers: int, nodes: Sequence[Sequence[int]], replicas: int = 1
 ) -> str | None:
     """Return the value of `VLLM_CPU_OMP_THREADS_BIND`; None leaves it to vLLM or the user.
 
     Args:
-        workers: processes that compute, of one engine. nodes: the logical CPUs of each memory node,
-            one of every core. replicas: engines; vLLM would bind all of them to the same cores.
+        workers: processes that compute, of one engine.
+        nodes: the logical CPUs of each memory node, one of every core.
+        replicas: engines; vLLM would bind all of them to the same cores.
     """
     if any(environment.get(name) for name in _CHOSEN_BY_USER):
         return None
@@ -166,8 +164,8 @@ _ARGS_DEFAULT = EngineArgs.gpu_memory_utilization
 def keep_threads() -> None:
     """Limit numba's threads to PyTorch's in a worker that drafts.
 
-    vLLM looks for n-grams with it. When its threads start, it sets the number of OpenMP threads of
-    the process to that of the machine's cores, and so that of every matrix product from then on.
+    vLLM looks for n-grams with it. When its threads start, it sets the process's number of OpenMP
+    threads to the machine's cores, and so that of every later matrix product.
     """
     if "numba" not in sys.modules:  # it reads this once
         os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
@@ -176,7 +174,7 @@ def keep_threads() -> None:
 def take_free_memory(config: Any) -> None:
     """Ask for what the worker's memory node has to spare, if the share was left open.
 
-    Workers that have to share a node share it evenly, those of other replicas included.
+    Workers that share a node share it evenly, those of other replicas included.
     """
     replicas = config.additional_config.get(MEMORY_KEY)
     if replicas is None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU operators that vLLM's CPU code path calls and that only a CPU build of vLLM carries.
-
-Three are enough for decoder-only models; anything else that is missing fails where it is called,
-with PyTorch's message naming the operator.
-"""
+"""The CPU operators that vLLM calls for decoder-only models and that only a CPU build carries."""
 
 from __future__ import annotations
 
@@ -23,16 +19,11 @@ def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """Sample each row from softmax(logits), with the row's own seed.
+    """Sample each row from softmax(logits), `[R, vocabulary]` float32, with the row's seed: `[R]`
+    int64.
 
     argmax of `probability / exponential noise` is a draw from the distribution (the exponential
     form of the Gumbel trick). A row depends on its seed alone, never on its place in the batch.
-
-    Args:
-        logits: `[R, vocabulary]` float32. seeds: `[R]` int64.
-
-    Returns:
-        `[R]` int64.
     """
     noise = torch.empty_like(logits)
     generator = torch.Generator()
@@ -81,8 +72,9 @@ def compute_slot_mapping(
 
     Args:
         query_start_loc_ptr: `[>= R + 1]` int32. positions_ptr: `[num_tokens]` int64.
-        block_table_ptr: `[max R, M]` int32. slot_mapping_ptr: `[max_num_tokens]` int64, written;
-            entries behind the last token get `PAD_ID`.
+        block_table_ptr: `[max R, M]` int32.
+        slot_mapping_ptr: `[max_num_tokens]` int64, written; entries behind the last token get
+            `PAD_ID`.
     """
     if TOTAL_CP_WORLD_SIZE != 1:
         raise ValueError(

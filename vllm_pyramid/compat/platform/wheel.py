@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WheelCpuPlatform`: the CUDA wheel of vLLM on a machine without a GPU.
 
-It lets code be tried against a version of vLLM that has no CPU build at hand. It is slow, since
-vLLM's matrix products, norms and rotary for the CPU are not in the wheel: to serve on a CPU,
-install a CPU build of vLLM.
+It lets code be tried against a version of vLLM that has no CPU build at hand. It is slow: vLLM's
+matrix products, norms and rotary for the CPU are not in the wheel.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class WheelCpuPlatform(PyramidCpuPlatform):
     def register_triton_kernel_overrides(cls) -> None:
         """Replace the Triton kernels of the step by host code, where Triton has no device.
 
-        vLLM calls this in every worker before it loads the model, so it is also the place to
-        switch off matrix products that the wheel lacks.
+        vLLM calls this in every worker before it loads the model, so matrix products that the wheel
+        lacks are switched off here too.
         """
         from vllm.triton_utils import HAS_TRITON
         from vllm.triton_utils.dispatcher import register_kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_pyramid.kernels.contract import FEWEST_KEYS
 from vllm_pyramid.kernels.cpu.checks import (
     cache_code,
     check_caches,
@@ -19,15 +20,9 @@ from vllm_pyramid.kernels.cpu.checks import (
     vector_address,
 )
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import (
-    PyrAttention,
-    PyrCacheWrite,
-    PyrShared,
-    packer,
-)
+from vllm_pyramid.kernels.cpu.structs import PyrAttention, PyrCacheWrite, PyrShared, packer
 from vllm_pyramid.kernels.gather_tokens import check_head_tables
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
-from vllm_pyramid.kernels.shared_contract import FEWEST_KEYS
 
 INT32_MAX = 2**31 - 1
 
@@ -101,8 +96,7 @@ def paged_attention(
     """Attend in C++, with each request cut into items by its own lengths alone.
 
     A request's result does not depend on the rest of the batch, on the number of threads, or on the
-    place of the visible positions in its table: the same tokens give the same bits. Every query
-    that sees no key gets zeros.
+    place of the visible positions in its table: the same tokens give the same bits.
     """
     strides = None
     if batch.block_table.dim() == 3:
@@ -121,11 +115,9 @@ def shared_attention(
     log_sum_exp: torch.Tensor | None = None,
     fewest_keys: int = FEWEST_KEYS,
 ) -> None:
-    """Attend in C++, which compares the tables of the layer's requests and forms the groups.
+    """Attend in C++, which forms the groups from the tables, up to eight levels of nested prefixes.
 
-    It looks at eight levels of prefixes within prefixes. Requests in no group get the bits of
-    `paged_attention`, as all have with lists of chosen pages. `cpu.library.shared_rows` counts the
-    rows of the others.
+    Requests in no group get the bits of `paged_attention`; so do all with lists of chosen pages.
     """
     if batch.block_table.dim() == 3:  # chosen pages, which no group shares
         paged_attention(out, batch, softmax, log_sum_exp=log_sum_exp)
@@ -144,8 +136,7 @@ def attention_record(
 ) -> bytes:
     """Check the arguments and pack them as a `PyrAttention`.
 
-    Args:
-        table_of_heads: strides of rows and KV heads, for a kernel that takes a table of each head.
+    `table_of_heads` are the strides of rows and KV heads where each head has a table.
     """
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window

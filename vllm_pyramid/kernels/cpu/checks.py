@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of shapes, dtypes and strides before a call into C++, which checks the values itself.
-
-Every function raises ValueError.
-"""
+"""Checks of shapes, dtypes and strides before a call into C++; all raise ValueError."""
 
 from __future__ import annotations
 

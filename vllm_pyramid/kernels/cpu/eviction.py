@@ -19,20 +19,9 @@ from vllm_pyramid.kernels.cpu.checks import (
     vector_address,
 )
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import (
-    PyrCompact,
-    PyrScores,
-    PyrSelect,
-    packer,
-)
+from vllm_pyramid.kernels.cpu.structs import PyrCompact, PyrScores, PyrSelect, packer
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
-from vllm_pyramid.kernels.records import (
-    GQA_REDUCTIONS,
-    POOLINGS,
-    Reduction,
-    Softmax,
-    WindowBatch,
-)
+from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax, WindowBatch
 
 _pack_scores = packer(PyrScores)
 _pack_select = packer(PyrSelect)

@@ -3,25 +3,17 @@
 
 A call packs its arguments into one record (`csrc/cpu/abi.h`) and passes its address, which takes a
 few microseconds and creates no tensor but a result. Python checks shapes, dtypes and strides
-(`checks.py`), C++ checks the values of tensors; both raise ValueError.
+(`checks.py`), C++ the values of tensors.
 
-Supported are caches of float32, bfloat16, float16, float8_e4m3fn and float8_e5m2, and head sizes
-that are multiples of 8 up to 512.
+Caches are float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; head sizes are multiples of 8
+up to 512.
 """
 
 from __future__ import annotations
 
 from vllm_pyramid.kernels.cpu import library as cpu_library
-from vllm_pyramid.kernels.cpu.attention import (
-    paged_attention,
-    reshape_and_cache,
-    shared_attention,
-)
-from vllm_pyramid.kernels.cpu.eviction import (
-    compact,
-    select,
-    window_scores,
-)
+from vllm_pyramid.kernels.cpu.attention import paged_attention, reshape_and_cache, shared_attention
+from vllm_pyramid.kernels.cpu.eviction import compact, select, window_scores
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
 from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference import (
@@ -51,11 +43,7 @@ of_method = of_back_end("cpu")
 
 
 def load_error() -> str:
-    """Load the library, and return why that fails and what to do about it; "" if it succeeds.
-
-    Raises:
-        ValueError: as `cpu_library.load`.
-    """
+    """Load the library; return why that fails and what to do about it, or ""."""
     try:
         cpu_library.load()
     except cpu_library.LibraryError as error:
@@ -64,9 +52,5 @@ def load_error() -> str:
 
 
 def available() -> bool:
-    """Return whether the kernels can be used.
-
-    Raises:
-        ValueError: `VLLM_PYRAMID_CPU_ISA` asks for what this CPU lacks.
-    """
+    """Return whether the kernels can be used; ValueError as `library.load`."""
     return not load_error()

@@ -166,11 +166,7 @@ def _check_records(library: ctypes.CDLL, path: Path) -> None:
 
 
 def run(name: str, record: bytes) -> None:
-    """Call `pyr_<name>` with a packed record.
-
-    Raises:
-        ValueError: the values of a tensor do not fit; the message is the kernel's.
-    """
+    """Call `pyr_<name>` with a packed record; ValueError: values do not fit, says the kernel."""
     library = load()
     if getattr(library, f"pyr_{name}")(record):
         raise ValueError(library.pyr_last_error().decode())
@@ -189,7 +185,7 @@ def most_scratch_bytes() -> int:
 def shared_rows() -> int:
     """Return the rows that read shared pages together with others since the library was loaded.
 
-    A row is a query token and query head; each layer and step counts anew.
+    A row is a query token and query head of one layer and step.
     """
     return int(load().pyr_shared_rows())
 
@@ -206,11 +202,7 @@ def _choose(library: ctypes.CDLL, isa: str | None) -> None:
 
 
 def set_isa(isa: str | None) -> None:
-    """Choose an instruction set of `ISAS`, or with None the best of this CPU; for tests.
-
-    Raises:
-        ValueError: the CPU or the build lacks it.
-    """
+    """Choose an instruction set of `ISAS`, or with None the best of this CPU; for tests."""
     _choose(load(), isa)
 
 

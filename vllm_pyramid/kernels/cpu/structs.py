@@ -2,11 +2,8 @@
 """Records that the C++ kernels take: the classes mirror the structs of `csrc/cpu/abi.h`.
 
 Names, types and order of the fields are the same, which `library.load` checks; `abi.h` documents
-what a field holds. Every field has 8 bytes, so there is no padding.
-
-A launcher packs its values by position with a `packer`, which costs as much as `struct`: 0.7
-microseconds for a `PyrAttention`, where an object of the class costs 2, and every layer of a decode
-step needs one. `tests/kernels/test_cpu_records.py` compares the positions with the names.
+what a field holds. Every field has 8 bytes, so there is no padding. A launcher packs its values by
+position with a `packer`, in a third of the time of an object of the class.
 """
 
 from __future__ import annotations
@@ -187,11 +184,7 @@ def fields_of(record: type[ctypes.Structure]) -> list[str]:
 
 
 def parse_fields(text: str) -> list[str]:
-    """List, as `fields_of` does, the fields that a definition in C++ declares.
-
-    Args:
-        text: declarations such as "const int32_t* table; int64_t R, M;".
-    """
+    """List, as `fields_of` does, fields of C++ such as "const int32_t* table; int64_t R, M;"."""
     found = []
     for declaration in filter(None, (part.strip() for part in text.split(";"))):
         kind, _, names = declaration.removeprefix("const ").partition(" ")

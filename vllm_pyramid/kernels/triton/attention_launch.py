@@ -45,12 +45,8 @@ def paged_attention(
     default the table's capacity, bounds the number of splits.
 
     Args:
-        num_splits: splits of the decode context, a power of two; by default `choose_num_splits`
-            chooses.
+        num_splits: splits of the decode context, a power of two; None: `choose_num_splits`.
         workspace: scratch for more than one split; None: allocate it.
-
-    Raises:
-        ValueError: shapes, dtypes, strides or the workspace do not fit.
     """
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     block_table, query_start_loc = batch.block_table, batch.query_start_loc

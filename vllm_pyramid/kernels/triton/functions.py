@@ -30,9 +30,7 @@ from vllm_pyramid.kernels.triton.move import (
 )
 from vllm_pyramid.kernels.triton.select import select_kernel, unrankable_kernel
 from vllm_pyramid.kernels.triton.tiles import Workspace
-from vllm_pyramid.kernels.triton.window_scores_launch import (
-    window_scores,
-)
+from vllm_pyramid.kernels.triton.window_scores_launch import window_scores
 
 __all__ = [
     "Workspace",
@@ -218,10 +216,7 @@ def compact(
 
 
 def copy_blocks(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """Copy the rows as integers of 1, 2 or 4 bytes, in one launch without scratch memory."""
     key_cache, value_cache = _as_bits(key_cache, value_cache)

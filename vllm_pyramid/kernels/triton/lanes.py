@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots and the order of queries of lanes: KV heads as requests of one head.
 
-Where each KV head has a block table of its own, a table of vLLM's has an entry of each of the G
-heads for every block's tokens (`attention/per_head/lanes.py`). FlashAttention and vLLM's Triton
-attention read one table for a request, so R requests become R * G of one KV head each. `tables.py`
-gathers their tables and lengths.
-
-`attention/per_head/lane_tables.py` calls these functions once a step. The results go to tensors
-that the caller keeps: their addresses do not change, so captured CUDA graphs may read them. Nothing
-is read back to the host. Each function has a PyTorch twin, its oracle.
-
-Numbers that change from step to step are not specialised on, so no step waits for a compiler.
+Where each KV head has a block table (`attention/per_head/lanes.py`), R requests become R * G of one
+KV head each, since vLLM's attention reads one table for a request. `tables.py` gathers their tables
+and lengths. `attention/per_head/lane_tables.py` calls these functions once a step; the rules of
+`tables.py` hold here too. Each function has a PyTorch version, its oracle.
 
 Shape legend: L layers, R requests, G KV heads, T tokens of the step.
 """
@@ -114,9 +108,6 @@ def lane_rows(
         starts: `[>= R * G + 1]` int32, written up to there.
         order: `[>= T * G]` int64, written up to there.
         query_starts: `[R + 1]` int32. heads: G.
-
-    Raises:
-        ValueError: `starts` is too short.
     """
     num_rows = len(query_starts) - 1
     if len(starts) <= num_rows * heads:
@@ -153,9 +144,6 @@ def lane_slots(
         groups: of which the sources are read. rows: with the step's tokens; padding has none.
         query_starts: `[R + 1]` int32.
         written: places up to which earlier steps may have left slots.
-
-    Raises:
-        ValueError: there are fewer places than were written.
     """
     if written > slots.shape[1]:
         raise ValueError(f"{written} of {slots.shape[1]} slots cannot have been written")

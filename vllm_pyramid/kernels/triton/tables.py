@@ -3,14 +3,11 @@
 
 A kernel without `skips` (FlashAttention, vLLM's Triton attention) sees an evicted layer as a
 shorter sequence whose table starts later. `attention/shifted_tables.py` launches one kernel a step,
-for all layers. It writes to tensors that the caller keeps: their addresses do not change, so
-captured CUDA graphs may read them. Nothing is read back to the host. The launcher has a PyTorch
-twin, its oracle.
+for all layers. It writes to tensors that the caller keeps, so captured CUDA graphs may read them.
+Nothing is read back to the host. Numbers that change from step to step are not specialised on, so
+no step waits for a compiler. The launcher has a PyTorch version, its oracle.
 
-Numbers that change from step to step are not specialised on, so no step waits for a compiler.
-
-Shape legend: L layers that evict, R rows of a step, G tables of a layer (1, or its KV heads), M
-entries of a request's table, W of a row that attention reads.
+Shape legend as in `table_records.py`.
 """
 
 from __future__ import annotations

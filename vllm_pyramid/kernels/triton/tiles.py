@@ -104,8 +104,7 @@ def choose_num_splits(programs: int, num_pairs: int, max_seq_len: int, block_k: 
     Args:
         programs: number of programs that fill the device.
         num_pairs: number of (request, KV head) pairs.
-        max_seq_len: the most tokens of a request.
-        block_k: keys of a tile.
+        max_seq_len: the most tokens of a request. block_k: keys of a tile.
     """
     limit = min(programs // max(num_pairs, 1), max_seq_len // (2 * block_k), 64)
     return 1 << (max(limit, 1).bit_length() - 1)
@@ -115,14 +114,12 @@ def choose_num_splits(programs: int, num_pairs: int, max_seq_len: int, block_k: 
 class Workspace:
     """Scratch of split decode, allocated once and shared by all layers of one head geometry.
 
-    `num_pairs * splits` never exceeds the number of programs that fill the device if there is more
-    than one split, so the size does not grow with the number of requests: about 1 MiB for 32 heads
-    of 128 on 132 multiprocessors.
+    With more than one split, `num_pairs * splits` never exceeds the number of programs that fill
+    the device, so the size does not grow with the number of requests: about 1 MiB for 32 heads of
+    128 on 132 multiprocessors.
 
     Attributes:
-        partial_out: `[rows, D]` float32.
-        partial_max: `[rows]` float32.
-        partial_sum: `[rows]` float32.
+        partial_out: `[rows, D]` float32. partial_max, partial_sum: `[rows]` float32.
         programs: number of programs that fill the device, for `choose_num_splits`.
     """
 
@@ -141,12 +138,7 @@ class Workspace:
     ) -> Workspace:
         """Allocate scratch that suffices for every batch size.
 
-        Args:
-            num_query_heads: H.
-            num_kv_heads: G.
-            head_size: D.
-            device: device of the scratch.
-            rows: requests * query heads * splits, for more splits than `choose_num_splits` chooses.
+        `rows` is requests * query heads * splits, for more splits than `choose_num_splits` chooses.
         """
         device = torch.device(device)
         programs = target_programs(device)

@@ -80,11 +80,7 @@ class WindowLaunch:
 
     @classmethod
     def of(cls, batch: WindowBatch, softmax: Softmax) -> WindowLaunch:
-        """Check a batch, and read its longest prompt back if the host does not know it.
-
-        Raises:
-            ValueError: there is no request, or shapes, dtypes or strides do not fit.
-        """
+        """Check a batch, and read its longest prompt back if the host does not know it."""
         query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
         scales, scale_strides = check_keys(key_cache, batch.key_scales)
         num_kv_heads, block_size, head_size = key_cache.shape[1:]
@@ -141,8 +137,7 @@ class WindowLaunch:
     ) -> None:
         """Write the first `num_rows` rows of the partials, `[R, H, W]`: the first pass over K.
 
-        Args:
-            starts: `[R]` int32, the first token of each request; None: 0.
+        `starts`, `[R]` int32, is the first token of each request; None: 0.
         """
         tile, window = self.config, self.batch.window
         row_tiles = triton.cdiv(self.group, tile["HEADS"])
@@ -179,11 +174,8 @@ class WindowLaunch:
     ) -> torch.Tensor:
         """Return what the window gives each key before it: the second pass over K.
 
-        Args:
-            log_sum_exp: `[T, H]` if `by_token`, else it begins with `[R, H, W]` and is contiguous.
-
-        Returns:
-            `[R, G, num_columns]` float32, -inf behind the keys before the window.
+        `log_sum_exp` is `[T, H]` if `by_token`; else it begins with `[R, H, W]` and is contiguous.
+        The result is `[R, G, num_columns]` float32, -inf behind the keys before the window.
         """
         device, sinks = self.batch.query.device, self.softmax.sinks
         shape = (*self.batch.prompt_lens.shape, self.batch.key_cache.shape[1], num_columns)

@@ -66,8 +66,7 @@ class AccumulatingScorer(Scorer):
     def observe(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return what the queries of a step add to each key's sum: `[G, T]` float32.
 
-        Args:
-            inputs: `inputs.queries` are those of the step that count; none of them is missing.
+        `inputs.queries` are those of the step that count; none of them is missing.
         """
         raise NotImplementedError
 

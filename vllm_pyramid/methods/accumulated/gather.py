@@ -51,14 +51,10 @@ NO_QUERY = np.iinfo(np.int32).max
 
 
 class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
-    """The gathered mass of all layers; one object a worker.
+    """The gathered mass of all layers, `pages` `[P, G, N]` float32; one object a worker.
 
-    Attributes:
-        pages: `[P, G, N]` float32.
-
-    Raises:
-        ValueError: layers have different numbers of KV heads; pages of equal size then hold
-            different numbers of rows.
+    ValueError: layers have different numbers of KV heads; pages of equal size then hold different
+    numbers of rows.
     """
 
     name = "accumulated"

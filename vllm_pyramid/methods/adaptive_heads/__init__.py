@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from vllm_pyramid.methods.streaming_heads.split import HeadLengths
-from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.allocator import Integers, point_of_tokens
+from vllm_pyramid.plan import Budget, DeferredPlan, Plan
+from vllm_pyramid.policy.allocator import Integers, open_plan
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:
@@ -65,18 +65,16 @@ class SolvedHeads(HeadLengths):
     def evidence(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
         """Return what `measures` looks at, `[..., columns]`, without NaN where scores have none.
 
-        Args:
-            scores: `[..., columns]` of one head, -inf behind a prompt's context.
-            sinks: the first tokens, which are kept anyway.
+        `scores` `[..., columns]` are of one head, -inf behind a prompt's context; the first `sinks`
+        are kept anyway.
         """
 
     @abstractmethod
     def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
         """Return one whole number a head of a layer, on the device: `[G]`.
 
-        Args:
-            scores: `[G, columns]` of `evidence`, of the tokens before the window.
-            sinks: the first of these, which are kept anyway.
+        `scores` `[G, columns]` of `evidence` are of the tokens before the window, of which the
+        first `sinks` are kept anyway.
         """
 
     def allocate(self, measured: Integers, plan: DeferredPlan) -> Integers:
@@ -87,26 +85,8 @@ class SolvedHeads(HeadLengths):
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> Plan:
         """Return an open plan, where the prompt may be shortened: every layer keeps the budget."""
-        mean = budget.tokens_for(prompt_len, policy.min_budget)
-        fixed = policy.window + policy.sinks
-        least = mean
-        if self.sets_total:  # the floor of shares is one of what is found, too
-            least = max(fixed, min(mean, 0 if budget.tokens else budget.min_tokens or 0))
-        if least >= prompt_len:
-            end = point_of_tokens(policy, None, prompt_len, num_lanes, block_size, prompt_len)
-            return RetentionPlan((end,))
-        assert fixed < mean, (fixed, mean, "the budget was not checked")
-        return DeferredPlan(
-            prompt_len,
-            block_size,
-            num_lanes,
-            mean,
-            floor=fixed,
-            exact=not self.sets_total,
-            min_tokens=least,
-            fill_blocks=policy.fill_blocks,
-            safe=self.safe(mean - fixed),
-        )
+        sets_total, lengths = self.sets_total, (prompt_len, num_lanes, block_size, budget)
+        return open_plan(policy, *lengths, sets_total=sets_total, safe=self.safe)
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks:
         from vllm_pyramid.methods.adaptive_heads.worker import HeadSolver

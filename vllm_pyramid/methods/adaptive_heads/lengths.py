@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number of tokens that each KV head of a layer keeps, from the scores of all its heads.
 
-Plain PyTorch on all devices, one request at a time, as `methods/solved/lengths.py`.
-
-Shapes: G KV heads, n context tokens (those before the observation window).
+Plain PyTorch, one request at a time. Shapes: G KV heads, n context tokens (those before the
+observation window).
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
     step    ... layer l: K, V of new tokens   attention of layer l      ... layer l + 1 ...
     copies                            V of l to the host | V of prompts of l + 1 to a buffer
 
-Every query that chooses its keys, and a single one that uses all, reads V where it lies: each row
-is needed once. Several queries of a request that use all keys (a chunk of a prompt) would read each
+Every query that chooses its keys, and a single one that uses all, reads V on the host: each row is
+needed once. Several queries of a request that use all keys (a chunk of a prompt) would read each
 row many times, so V of what was computed before the step is fetched to a buffer, one layer ahead,
 and V of the new tokens is written there by the step itself.
 
-Nothing is read back, and the host waits for nothing. The step waits for copies in three places:
-before it reads what they have fetched, before it reads or moves V on the host, and at its end, so
-that no copy is under way when tables, slots and blocks get another meaning.
+Nothing is read back, and the host does not wait. The step waits for copies in three places: before
+it reads what they have fetched, before it reads or moves V on the host, and at its end, so that no
+copy is under way when tables, slots and blocks get another meaning.
 
 Shape legend as in `kernels/records.py`; N are the tokens of a block of K alone.
 """
@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.kernels.contract import Ops
-from vllm_pyramid.methods.host_values.kernels import value_ops
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers, value_ops
 from vllm_pyramid.methods.host_values.reads import Numbers, ReadLayout, StepRows
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import CopyStream, WorkerContext
@@ -41,9 +40,7 @@ WORKSPACE_CELLS = 32 << 20
 class FetchedValues:
     """Keeps the buffers and the copies under way, and attends.
 
-    Args:
-        context: of the worker. first_layer: the lowest one whose V is on the host.
-        renormalize: of `topn_attention`.
+    `first_layer` is the lowest one whose V is on the host; `renormalize` is of `topn_attention`.
     """
 
     def __init__(self, context: WorkerContext, first_layer: int, renormalize: bool) -> None:
@@ -126,7 +123,7 @@ class FetchedValues:
     def write(self, write: CacheWrite) -> None:
         """Copy V of new tokens to the host, while the layers that follow run.
 
-        By way of a buffer of ours: graphs reuse their memory between two layers.
+        It goes through a buffer of ours: graphs reuse their memory between two layers.
         """
         place, count = write.layer % 2, len(write.slots)
         if count > self._new_tokens:
@@ -143,10 +140,9 @@ class FetchedValues:
         )
 
     def attend(self, call: AttentionInputs, out: torch.Tensor) -> tuple[Numbers, Numbers] | None:
-        """Attend in a layer whose V is on the host.
+        """Attend in a layer whose V is on the host; return `ReadLayout.whole` and `chosen`.
 
-        Returns:
-            `ReadLayout.whole` and `chosen`; None in a step without real requests, which has zeros.
+        None in a step without real requests, which has zeros.
         """
         if self._step is None:
             out.zero_()

@@ -14,11 +14,8 @@ class HostPool:
     """One region of host memory, `num_pages` pages of `page_bytes`, for all layers of a worker.
 
     It is the image of the device's pool: host page b holds V of the tokens whose K is in device
-    page b, in the same order. Pages of layers that keep V on the device leave theirs unused.
-
-    Args:
-        num_pages: of the device's pool. page_bytes: of a page there.
-        make: memory of the host, as the device sees it.
+    page b, in the same order. Pages of layers that keep V on the device leave theirs unused. `make`
+    allocates the memory.
     """
 
     def __init__(
@@ -38,11 +35,7 @@ class HostPool:
         self._memory.release()
 
     def values(self, key_cache: torch.Tensor) -> torch.Tensor:
-        """Return V of a layer, `[P, G, N, D]` as `key_cache`, in host memory, dense.
-
-        Args:
-            key_cache: `[P, G, N, D]` over the whole device pool.
-        """
+        """Return V of a layer in host memory, dense, shaped as the device pool's `key_cache`."""
         pages, heads, tokens, size = key_cache.shape
         page_bytes = heads * tokens * size * key_cache.element_size()
         if (pages, page_bytes) != (self.num_pages, self.page_bytes):

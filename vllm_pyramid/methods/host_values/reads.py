@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 
 Numbers = npt.NDArray[np.int64]

@@ -2,8 +2,7 @@
 """How large the host pool is, and what that makes of the device's.
 
 Every device page has a host page of the same bytes. So a `--kv-swap-space` smaller than the
-device's cache makes the device's pool that small: requests then wait for pages as they always do,
-and there is no second pool that could run out.
+device's cache makes the device's pool that small, and requests wait for pages as they always do.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ def capped_cache_bytes(
 ) -> int:
     """Return the bytes that the device's KV cache may have, so that each page has one on the host.
 
-    Args:
-        device_bytes: what the device has room for. swap_bytes: `--kv-swap-space`, or None.
-        page_bytes: of a page. longest_pages: that a request of `longest` tokens takes.
-
-    Raises:
-        ValueError: the host could not hold a single request of `longest` tokens.
+    ValueError: the host could not hold a single request of `longest` tokens, in `longest_pages`.
     """
     if swap_bytes is None or swap_bytes >= device_bytes:
         return device_bytes
@@ -45,9 +39,7 @@ def check_host_memory(
 ) -> None:
     """Raise ValueError unless the host pools of this machine's workers can be allocated.
 
-    Args:
-        pool_bytes: of one worker's pool, as large as its device's. swap_bytes: `--kv-swap-space`.
-        free_bytes: host memory that can be had. workers: that share it.
+    `pool_bytes` are one worker's, as large as its device's pool.
     """
     if swap_bytes is not None and pool_bytes > swap_bytes:
         raise ValueError(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from vllm_pyramid.step.hooks import SchedulerHooks
+from vllm_pyramid.methods.step_sums import StepSums
 
 NAME = "host_values"  # of the hooks on both sides
 
@@ -28,53 +27,26 @@ class StepTraffic(NamedTuple):
     decoded: list[int]
 
 
-@dataclass
-class _Moved:
-    written: int = 0
-    read: int = 0
-    read_decoding: int = 0
-    decoded: int = 0
-
-
-class SwapTraffic(SchedulerHooks):
-    """Adds up what moved, for each request and since the start."""
+class SwapTraffic(StepSums):
+    """Adds up what moved; a preempted request has moved its V again, and says so."""
 
     name = NAME
+    numbers = "v_bytes_written", "v_bytes_read", "decoded", "read_decoding"
     # V of a prefix that was cached is neither written nor read again.
-    tells_of_others = frozenset(("v_bytes_written", "v_bytes_read"))
+    tells_of_others = frozenset(numbers[:2])
 
-    def __init__(self) -> None:
-        self._requests: dict[str, _Moved] = {}
-        self._written = self._read = 0
-
-    def on_step_report(self, report: StepTraffic, is_alive: Callable[[str], bool]) -> None:
-        """Add a step's report; for requests that have ended, to the totals alone."""
-        for name, written, read, decoded in zip(*report, strict=True):
-            self._written += written
-            self._read += read
-            if not is_alive(name):
-                continue
-            moved = self._requests.setdefault(name, _Moved())
-            moved.written += written
-            moved.read += read
-            if decoded:
-                moved.read_decoding += read
-                moved.decoded += decoded
+    def on_step_report(self, report: Sequence[Any], is_alive: Callable[[str], bool]) -> None:
+        """Add a step's `StepTraffic`; what a request reads counts as decoding behind its prompt."""
+        _, _, read, decoded = report
+        decoding = [count if tokens else 0 for count, tokens in zip(read, decoded, strict=True)]
+        super().on_step_report((*report, decoding), is_alive)
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """Forget a request, and return what moved for it.
 
         `v_bytes_read_per_token` is the mean of the tokens behind the prompt that went through the
-        model; 0 where there was none. A preempted request has moved its V again, and says so.
+        model, or 0.
         """
-        moved = self._requests.pop(request_id, _Moved())
-        mean = moved.read_decoding / moved.decoded if moved.decoded else 0.0
-        return {
-            "v_bytes_written": moved.written,
-            "v_bytes_read": moved.read,
-            "v_bytes_read_per_token": mean,
-        }
-
-    def totals(self) -> dict[str, int]:
-        """Return the bytes since the start."""
-        return {"v_bytes_written": self._written, "v_bytes_read": self._read}
+        found = super().on_request_finished(request_id)
+        decoded, read = found.pop("decoded"), found.pop("read_decoding")
+        return found | {"v_bytes_read_per_token": read / decoded if decoded else 0.0}

@@ -32,7 +32,7 @@ logger = init_logger(f"vllm.{__name__}")
 class HostValueCache(CacheHooks, StepHooks, LayerHooks):
     """V of all layers that keep it in host memory; one object a worker.
 
-    This one serves devices whose memory is the host's: attention reads V where it lies.
+    This class serves devices whose memory is the host's: attention reads V where it lies.
     """
 
     name = NAME
@@ -55,12 +55,7 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
 
         Without `--kv-swap-space` V gets as much as the device's cache. On the CPU, where both are
         the same memory, the two share what vLLM would have given one, unless its size was set.
-
-        Args:
-            num_bytes: what the device has room for.
-
-        Raises:
-            ValueError: the host has too little memory, or may not use enough of it.
+        ValueError: the host has too little memory, or may not use enough of it.
         """
         config, specs = self.context.config, self.context.specs
         longest = config.model_config.max_model_len

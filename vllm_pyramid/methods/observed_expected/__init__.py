@@ -107,14 +107,12 @@ class ObservedExpectedScorer(Scorer):
     def scores(self, batch: EvictionBatch) -> torch.Tensor:
         """Return the scores of all requests by the kernels of this folder.
 
-        Raises:
-            ValueError: a request has fewer queries in this step than the scorer looks at.
+        ValueError: a request has fewer queries in this step than the scorer looks at.
         """
         import numpy as np
 
         from vllm_pyramid.kernels.records import WindowBatch
-        from vllm_pyramid.methods.observed_expected.kernels import observed_expected_ops
-        from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+        from vllm_pyramid.methods.observed_expected.kernels import ScoreShape, observed_expected_ops
         from vllm_pyramid.step.upload import upload
 
         call, policy, evictions = batch.call, batch.policy, batch.evictions

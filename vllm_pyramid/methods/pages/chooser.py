@@ -39,7 +39,7 @@ class PageChooser:
     def decode(self, inputs: AttentionInputs, step: Step | None, rows: DecodeRows) -> None:
         """Summarise the pages that the rows of a decode step fill, and list those that they read.
 
-        Nothing here depends on the step but the contents of tensors that stay, so it may be
+        Nothing here depends on the step except the contents of tensors that stay, so it may be
         captured; then `step` is None.
         """
         layer, count = inputs.layer, len(inputs.batch.seq_lens)
@@ -54,11 +54,7 @@ class PageChooser:
     def choose(
         self, inputs: AttentionInputs, step: Step, choosing: Choosing
     ) -> HeadRequests | None:
-        """Choose for the rows of a step that do.
-
-        Returns:
-            The KV heads of the rows as requests, if the lists name them.
-        """
+        """Choose for the rows of a step; return their KV heads as requests, if lists name them."""
         if isinstance(choosing.selection, PageSelection):
             self._select(inputs, step, choosing, choosing.selection)
             return None

@@ -202,10 +202,9 @@ class Choosing:
         )
 
     def tables(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tables, lengths and skips of all rows: those that read everything have their own.
+        """Return tables `[S, G, W]`, lengths and skips `[S]` int32 of all rows.
 
-        Returns:
-            `[S, G, W]`, `[S]` and `[S]` int32.
+        Rows that read everything have their own.
         """
         selected = self.selection
         if self.indices is None:
@@ -233,8 +232,7 @@ def head_requests(
 ) -> HeadRequests | None:
     """Return S rows of one query as requests of their KV heads, where lists name these.
 
-    Args:
-        starts: `[>= S * G + 1]` int32, ascending numbers from 0.
+    `starts`, `[>= S * G + 1]` int32, are ascending numbers from 0.
     """
     if inputs.head_names is None:
         return None

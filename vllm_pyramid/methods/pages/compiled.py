@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 
 
 def compile_kernels(
-    inputs: AttentionInputs,
-    selection: SelectPages,
-    summaries: Summaries,
-    bounds: Bounds,
+    inputs: AttentionInputs, selection: SelectPages, summaries: Summaries, bounds: Bounds
 ) -> None:
     """Launch what a step may launch for a table of `max_seq_len` tokens, all of them in block 0.
 
-    Args:
-        inputs: made up, as of `CacheHooks.compile_kernels`.
+    `inputs` are made up, as of `CacheHooks.compile_kernels`.
     """
     batch, ops, scorer = inputs.batch, inputs.ops, selection.scorer
     size, heads, device = bounds.block_size, inputs.key_cache.shape[1], inputs.query.device

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels of page selection take in decode steps, at addresses that stay.
 
-A graph of a whole decode step replays the kernels that were launched when it was captured, with
-the tensors of that moment. So each step writes its numbers into these, before the graph is
-replayed, and sizes are those of the longest sequence: each row of a step is one query, which reads
-as many pages as its budget says. A row that reads everything has the number of its visible pages as
-its budget. Only that much of the memory is touched.
+A graph of a whole decode step replays the kernels of its capture with the tensors of that moment.
+So each step writes its numbers into these, before the graph is replayed, and sizes are those of the
+longest sequence: each row of a step is one query, which reads as many pages as its budget says. A
+row that reads everything has the number of its visible pages as its budget. Only that much of the
+memory is touched.
 
 Shape legend: L layers, R_max requests, H query heads, G KV heads, W pages of a sequence of the
 greatest length.

@@ -2,8 +2,8 @@
 """The mean queries of pages, for scorers that choose keys by what the page's own tokens ask for.
 
 A page may be filled in several steps, and the cache does not hold queries. Those of each request's
-last page, which is not full yet, are kept here until it is. Prompts that are found in the cache
-begin at a page, so the queries of a page are always computed by one request.
+last page are kept here until it is full. Prompts that are found in the cache begin at a page, so
+the queries of a page are always computed by one request.
 
 Shape legend: R requests, B pages that the step fills, N tokens of a page, G KV heads, H query
 heads, D head size, L layers of this worker, E places for requests.
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class PageQueries:
     """The queries of pages that are not full, of all layers; means over a KV head's query heads.
 
-    Attributes:
-        tails: `[E, L, N, G, D]` float32, one place a request that has been in a step.
+    `tails` is `[E, L, N, G, D]` float32, one place a request that has been in a step.
     """
 
     def __init__(self, layers: slice, kv_heads: int, block_size: int, head_size: int) -> None:
@@ -87,11 +86,7 @@ class PageQueries:
     def take(self, inputs: AttentionInputs, *, fills: bool) -> torch.Tensor | None:
         """Keep the queries of pages that stay open, and return the means of those that are full.
 
-        Args:
-            fills: whether the step fills pages.
-
-        Returns:
-            `[B, G, D]` float32 in the order of `FullPages`; None if there are none.
+        They are `[B, G, D]` float32 in the order of `FullPages`; None if the step fills none.
         """
         _, size, heads, width = self._shape
         layer = inputs.layer - self._first_layer

@@ -55,8 +55,7 @@ class RepresentativeScorer(PageScorer):
     def represent(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return the summaries of pages: `[B, G, rows * D]` float32.
 
-        Args:
-            keys: `[B, G, N, D]` float32. queries: `[B, G, D]` float32, the means of their tokens.
+        `keys` are `[B, G, N, D]` float32, `queries` `[B, G, D]` float32, the means of their tokens.
         """
         count = min(self.count, keys.shape[2])
         scores = (keys @ queries[..., None])[..., 0]

@@ -31,8 +31,9 @@ class Bounds:
     """How many pages are always read, and from which position on pages are chosen.
 
     Attributes:
-        block_size: N, tokens of a page. sinks, recent: pages that are always read, the query's own
-            included. min_context: queries at lower positions read everything.
+        block_size: N, tokens of a page.
+        sinks, recent: pages that are always read, the query's own included.
+        min_context: queries at lower positions read everything.
     """
 
     block_size: int
@@ -48,13 +49,12 @@ class StepReadsPlan:
         requests: `[T]` int64, each token's request. positions: `[T]` int64.
         visible: `[L, T]` int64, pages that each token sees. planned: `[L, T]` pages to be read.
         chooses: `[T]` bool, whether the token chooses in some layer.
-        layers: this worker's layers.
+        layers: this worker's layers; None: all.
         read: `[L, T]` pages in the tables that attention was given; 0 until a layer attends. Other
             pipeline stages compare their layers themselves, so theirs are as planned.
 
     Args:
-        step: the current step. budgets: `[R, L]` int32, pages of each request.
-        layers: this worker's layers; None: all.
+        budgets: `[R, L]` int32, pages of each request.
     """
 
     def __init__(
@@ -97,13 +97,10 @@ class StepReadsPlan:
         self.read[layer, self.chooses] = counts
 
     def check(self, failed: npt.NDArray[np.bool_], request_ids: list[str]) -> None:
-        """Compare what was read with the plan.
+        """Raise PlanMismatchError if what was read differs from the plan, naming a request and both
+        numbers.
 
-        Args:
-            failed: `[R]`, requests that end with an error anyway.
-
-        Raises:
-            PlanMismatchError: naming a request and both numbers.
+        `failed`, `[R]`: requests that end with an error anyway.
         """
         wrong = (self.read != self.planned).any(axis=0) & ~failed[self.requests]
         for token in np.flatnonzero(wrong).tolist():

@@ -58,8 +58,7 @@ class Summaries:
     def extend(self, query: torch.Tensor) -> torch.Tensor:
         """Return queries, `[S, heads, D]`, as they are multiplied with the rows of a summary.
 
-        Raises:
-            ValueError: the scorer's own `extend` returned another shape, another type or NaN.
+        ValueError: the scorer's own `extend` returned another shape, another type or NaN.
         """
         if self._scorer.has_kernels:
             return query
@@ -71,13 +70,9 @@ class Summaries:
     def add_filled(
         self, inputs: AttentionInputs, filled: Filling, queries: torch.Tensor | None
     ) -> None:
-        """Summarise the pages that a step fills.
+        """Summarise the pages that a step fills; errors as of `extend`.
 
-        Args:
-            queries: `[B, G, D]`, for a scorer that asks for them.
-
-        Raises:
-            ValueError: the scorer's own method returned another shape, another type or NaN.
+        `queries` `[B, G, D]` are for a scorer that asks for them.
         """
         table, pages = inputs.block_table, filled.pages
         if self._scorer.summary_kind is not None:
@@ -89,11 +84,7 @@ class Summaries:
             self._add_blocks(inputs, blocks.long(), queries)
 
     def add_survivors(self, batch: EvictionBatch, block_size: int) -> None:
-        """Summarise the pages of what an eviction has kept, which hold other keys now.
-
-        Raises:
-            ValueError: the scorer's own method returned another shape, another type or NaN.
-        """
+        """Summarise the pages of what an eviction has kept, which hold other keys now."""
         starts, ends = batch.lens - batch.keeps, batch.lens
         if self._scorer.summary_kind is not None:
             first = (batch.host_lens - batch.host_keeps) // block_size
@@ -116,9 +107,7 @@ class Summaries:
     ) -> None:
         """Summarise the full pages of the tokens from `starts` to `ends`, `[R]`, by the kernel.
 
-        Args:
-            table: `[R, blocks]`. skips: `[R]`, tokens that are not there.
-            max_pages: of a request.
+        `table` is `[R, blocks]`; `skips`, `[R]`, are tokens that are not there.
         """
         assert self._scorer.summary_kind is not None, "the scorer has a kernel"
         page_ops(inputs.ops).summarise_pages(

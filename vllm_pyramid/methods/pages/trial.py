@@ -13,8 +13,7 @@ def try_scorer(
 ) -> None:
     """Call a user's page scorer once with made-up keys and queries, in the shape of a model.
 
-    Raises:
-        ValueError: it fails, or returns another shape, another type or NaN.
+    ValueError: it fails, or returns another shape, another type or NaN.
     """
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, kv_heads, page_size, head_size, generator=generator)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that fail since their pages cannot be ranked, and the numbers of pages in their tables.
 
-On the CPU both are known before attention. Other devices are not waited for: a flag for each row
-travels to the host with the step's tokens (`step/failures.py`).
+On the CPU both are known before attention. Elsewhere a flag for each row travels to the host with
+the step's tokens (`step/failures.py`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ _OTHER_COUNTS = Failure(METHOD, "its tables have other numbers of pages than wer
 
 
 def fail_unranked(
-    failures: Failures,
-    choosing: Choosing,
-    part: slice,
-    scores: torch.Tensor,
-    query: torch.Tensor,
+    failures: Failures, choosing: Choosing, part: slice, scores: torch.Tensor, query: torch.Tensor
 ) -> None:
     """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
 
-    Args:
-        part: of the rows that choose. scores: `[rows of it, G, pages]`, on the host.
-        query: `[T, H, D]` of the step.
+    `scores`, `[rows of part, G, pages]` on the host, are of a part of the rows that choose; `query`
+    is `[T, H, D]`.
     """
     # Scores are weights, or -inf, so no sum of them is NaN unless one of them is.
     if not math.isnan(scores.sum()):
@@ -54,8 +49,7 @@ def pass_on(
 ) -> None:
     """Make the queries of failed rows NaN in a pipeline stage before the last one.
 
-    The scheduler does not hear of a failure there. With these queries the pages of the layers above
-    have NaN for scores, too.
+    The scheduler sees no failure there. With these queries the layers above fail, too.
     """
     if not failures.reports_evictions:
         return

@@ -13,12 +13,7 @@ import numpy as np
 import torch
 
 from vllm_pyramid.methods.pages.chooser import PageChooser, names_of
-from vllm_pyramid.methods.pages.choosing import (
-    ROWS_AT_ONCE,
-    TILE,
-    Choosing,
-    Filling,
-)
+from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling
 from vllm_pyramid.methods.pages.compiled import compile_kernels
 from vllm_pyramid.methods.pages.decode_rows import AT_ONCE, DecodeRows
 from vllm_pyramid.methods.pages.kernels.records import PageLists
@@ -29,13 +24,7 @@ from vllm_pyramid.methods.pages.summaries import Summaries
 from vllm_pyramid.methods.pages.unranked import flag_lists
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.hooks import (
-    CacheHooks,
-    EvictionHooks,
-    LayerHooks,
-    StepHooks,
-    WorkerContext,
-)
+from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, LayerHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.step import Step, WorkerRequest
 
 if TYPE_CHECKING:
@@ -47,8 +36,7 @@ if TYPE_CHECKING:
 class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     """What the current step chooses, and the summaries of all layers; one object a worker.
 
-    Raises:
-        ValueError: layers have different numbers of KV heads, or different head sizes.
+    ValueError: layers have different numbers of KV heads, or different head sizes.
     """
 
     name = NAME
@@ -240,11 +228,7 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         )
 
     def end_step(self, step: Step) -> StepReads | None:
-        """Return what the tokens behind the prompts read.
-
-        Raises:
-            PlanMismatchError: it is not what was planned.
-        """
+        """Return what tokens behind prompts read; PlanMismatchError: it was not planned so."""
         begun, plan = self._step, self._plan
         self._step = self._plan = self._choosing = self._filled = None
         self._decodes = False

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 class RidgeHooks(CacheHooks, EvictionHooks):
-    """Changes V of what survives an eviction; one object a worker.
-
-    Args:
-        ridge: r, see `RidgeValues`.
-    """
+    """Changes V of what survives an eviction by r, `ridge`; one object a worker."""
 
     name = "ridge"
 
@@ -126,10 +122,8 @@ def window_outputs(inputs: ScorerInputs) -> torch.Tensor:
 def changed_values(kept: ScorerInputs, outputs: torch.Tensor, ridge: float) -> torch.Tensor:
     """Return V + dV of the kept tokens, `[G, L, D]` float32.
 
-    Where a layer keeps fewer tokens than the window has, its last L queries count.
-
-    Args:
-        kept: the kept tokens. outputs: as of `window_outputs`, over all tokens.
+    `outputs` are those of `window_outputs` over all tokens. Where a layer keeps fewer tokens than
+    the window has, its last L queries count.
     """
     count = min(kept.window, kept.num_tokens)
     attention = _by_kv_head(kept, kept.attention(count))
@@ -145,9 +139,8 @@ def _by_kv_head(inputs: ScorerInputs, rows: torch.Tensor) -> torch.Tensor:
 def ridge_change(attention: torch.Tensor, missing: torch.Tensor, ridge: float) -> torch.Tensor:
     """Return the change of the kept values, `[..., L, D]`; NaN where it cannot be solved.
 
-    Args:
-        attention: P, `[..., R, L]` of R queries. missing: O - P V, `[..., R, D]`.
-        ridge: r, of the mean of the diagonal of P P^T.
+    `attention` is P, `[..., R, L]` of R queries, and `missing` O - P V, `[..., R, D]`. `ridge` is
+    r, of the mean of the diagonal of P P^T.
     """
     gram = attention @ attention.transpose(-1, -2)
     diagonal = gram.diagonal(dim1=-2, dim2=-1)

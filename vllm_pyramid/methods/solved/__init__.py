@@ -45,14 +45,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from vllm_pyramid.methods.curves import share_out
-from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
-from vllm_pyramid.policy.allocator import (
-    Allocator,
-    Integers,
-    Reals,
-    point_of_tokens,
-    round_to_sum,
-)
+from vllm_pyramid.plan import Budget, Plan
+from vllm_pyramid.policy.allocator import Allocator, Integers, Reals, open_plan, round_to_sum
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:
@@ -150,26 +144,8 @@ class SolvingAllocator(Allocator):
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
     ) -> Plan:
         """Return an open plan, where the prompt may be shortened."""
-        mean = budget.tokens_for(prompt_len, policy.min_budget)
-        fixed = policy.window + policy.sinks
-        least = mean
-        if self.sets_total:  # what is found is a share of the prompt too, if the budget is one
-            floor = 0 if budget.tokens else budget.min_tokens or 0
-            least = max(fixed, min(mean, floor))
-        if least >= prompt_len:
-            end = point_of_tokens(policy, None, prompt_len, num_layers, block_size, prompt_len)
-            return RetentionPlan((end,))
-        assert fixed < mean, (fixed, mean, "the budget was not checked")
-        return DeferredPlan(
-            prompt_len,
-            block_size,
-            num_layers,
-            mean,
-            floor=fixed,
-            exact=not self.sets_total,
-            min_tokens=least,
-            fill_blocks=policy.fill_blocks,
-        )
+        lengths = prompt_len, num_layers, block_size, budget
+        return open_plan(policy, *lengths, sets_total=self.sets_total)
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         from vllm_pyramid.methods.solved.worker import LayerSolver
@@ -185,8 +161,7 @@ class SolvingAllocator(Allocator):
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what a layer says, summed over this rank's KV heads: `[S, ...]` floating point.
 
-        Args:
-            scores: `[S, G, n]` of `window_scores`, -inf behind a prompt's context.
+        `scores` are `[S, G, n]` of `window_scores`, -inf behind a prompt's context.
         """
 
     @abstractmethod
@@ -206,8 +181,7 @@ class SolvingAllocator(Allocator):
     def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
         """Return tokens per layer: `[m]` int64 in [0, C], B * m in all (at most, if `sets_total`).
 
-        Args:
-            measures: `[m]`, read back. mean: B. capacity: C.
+        `measures` are `[m]`, read back; `mean` is B, `capacity` C.
         """
 
 

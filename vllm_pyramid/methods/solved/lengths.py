@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number of tokens that each layer keeps, solved from the scores of all layers at once.
 
-All devices use this plain PyTorch: sorts, sums and comparisons, without a loop over tokens and
-without reading anything back to the host. Each function looks at one request alone, so a result
-does not depend on the batch.
+Plain PyTorch on all devices: sorts, sums and comparisons, without a loop over tokens and without
+reading anything back. Each function looks at one request alone, so a result does not depend on the
+batch.
 
 Shapes: L layers, n context tokens (those before the observation window). `scores[l, i]` is the
 score w_l of context token i in layer l (XKV's Eq. 3: over window, heads and pooling), not negative;
@@ -31,16 +31,11 @@ def shares_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def retention(scores: torch.Tensor, lengths: torch.Tensor, *, sinks: int = 0) -> torch.Tensor:
-    """Return XKV's importance retention ratio R of every layer (its Eq. 4).
+    """Return XKV's importance retention ratio R of every layer (its Eq. 4): `[L]` float64 in 0 ..
+    1.
 
-    Args:
-        scores: `[L, n]`.
-        lengths: `[L]`, the number of best context tokens that are kept beyond the sinks.
-        sinks: first tokens of the context, which are kept in any case.
-
-    Returns:
-        `[L]` float64 in 0 .. 1: `sum(topk(w_l, lengths[l])) / sum(w_l)`, or 1 for a layer whose
-        scores are all 0.
+    This is `sum(topk(w_l, lengths[l])) / sum(w_l)`, or 1 for a layer whose scores are all 0.
+    `lengths` are the best context tokens that are kept beyond the sinks.
     """
     shares = shares_of(scores)
     candidates = shares[:, sinks:].sort(dim=-1, descending=True).values
@@ -51,19 +46,12 @@ def retention(scores: torch.Tensor, lengths: torch.Tensor, *, sinks: int = 0) ->
 
 
 def best_lengths(scores: torch.Tensor, total: int, *, sinks: int = 0) -> torch.Tensor:
-    """Find the lengths with the greatest mean R for a given total (XKV's Eq. 17).
+    """Find the lengths with the greatest mean R for a given total (XKV's Eq. 17): `[L]` int64.
 
     The paper's Algorithm 1 takes one token a step, always the one that adds most to the mean. That
     token is the largest share of any layer that is not taken yet, so the result is the top `total`
-    of all shares together. Among equal shares the lower layers come first.
-
-    Args:
-        scores: `[L, n]`.
-        total: tokens of all layers beyond the sinks, 0 .. L * (n - sinks).
-        sinks: first tokens of the context, which are kept in any case.
-
-    Returns:
-        `[L]` int64, tokens of each layer beyond the sinks.
+    of all shares together. Among equal shares the lower layers come first. Lengths and `total`, 0
+    .. L * (n - sinks), are of tokens beyond the sinks.
     """
     candidates = shares_of(scores)[:, sinks:].contiguous()
     if not 0 <= total <= candidates.numel():
@@ -79,20 +67,13 @@ def best_lengths(scores: torch.Tensor, total: int, *, sinks: int = 0) -> torch.T
 def least_lengths(
     scores: torch.Tensor, goal: float, *, limit: int, at_least: int = 0, sinks: int = 0
 ) -> torch.Tensor:
-    """Find the lengths of the least total whose mean R is at least `goal` (XKV's Eq. 18).
+    """Find the lengths of the least total whose mean R is at least `goal` (XKV's Eq. 18): `[L]`
+    int64.
 
     The cumulative sums of the sorted shares give the mean R of every total. The first total that
-    reaches the goal is the answer, and its lengths are those of `best_lengths`.
-
-    Args:
-        scores: `[L, n]`.
-        goal: mean R to reach, 0 .. 1.
-        limit: the largest total of all layers beyond the sinks, also if the goal needs more.
-        at_least: the smallest such total, also if the goal needs less.
-        sinks: first tokens of the context, which are kept in any case.
-
-    Returns:
-        `[L]` int64, tokens of each layer beyond the sinks.
+    reaches the goal, 0 .. 1, is the answer, and its lengths are those of `best_lengths`. The total
+    of all layers beyond the sinks is `limit` at most, also if the goal needs more, and `at_least`
+    that, also if it needs less.
     """
     shares = shares_of(scores)
     candidates = shares[:, sinks:].contiguous()
@@ -124,16 +105,11 @@ def _split_at(
 
 
 def minimum_budgets(scores: torch.Tensor, goal: float) -> torch.Tensor:
-    """Return the least number of tokens that hold a share `goal` of a head's score.
+    """Return the least number of tokens that hold a share `goal` of a head's score: `[...]` int64.
 
-    With `goal` 0.9 this is ZigZagKV's minimum budget size to maintain attention (MBA).
-
-    Args:
-        scores: `[..., n]`, not negative; zeros behind the context do not count.
-        goal: share of the score, 0 .. 1.
-
-    Returns:
-        `[...]` int64; 0 for a head whose scores are all 0.
+    With `goal` 0.9 this is ZigZagKV's minimum budget size to maintain attention (MBA). `scores` are
+    `[..., n]`, not negative; zeros behind the context do not count. It is 0 for a head whose scores
+    are all 0.
     """
     descending = shares_of(scores).sort(dim=-1, descending=True).values
     sums = descending.cumsum(dim=-1)

@@ -46,10 +46,8 @@ class SampledShares(SchedulerHooks):
     """Keeps the running averages of all applications, apart for each salt.
 
     There are `MAX_APPLICATIONS` at most. The salt that has most of them forgets the one that it
-    used least recently, so a tenant that names many applications loses its own averages.
-
-    Args:
-        solver: the policy's, with `sample_first` or `sample_share`. num_layers: of the model.
+    used least recently, so a tenant that names many applications loses its own averages. The
+    `solver` has `sample_first` or `sample_share`.
     """
 
     tells_of_others = frozenset(("averaged_over",))
@@ -88,13 +86,12 @@ class SampledShares(SchedulerHooks):
     def shares_for(
         self, request_id: str, salt: str, application: str
     ) -> tuple[tuple[float, ...], int] | None:
-        """Return the shares to use for a request that could be solved, or None to solve it.
+        """Return shares for a request that could be solved, and of how many prompts; None to solve
+        it.
 
         The first requests are solved, or an even sample beginning with the first one, and every
-        request that comes before an average is known.
-
-        Returns:
-            The shares, a number a layer that sum to about 1, and how many prompts they are of.
+        request that comes before an average is known. The shares are a number a layer, and sum to
+        about 1.
         """
         known = self._application(salt, application)
         index = known.seen

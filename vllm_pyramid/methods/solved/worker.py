@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lengths of a prompt's layers, solved from what the scores of all of them say.
 
-When each layer is scored, and how all of them are evicted from afterwards, is the worker's own work
-(`attention/deferred.py`).
-
-Shape legend: L layers, S prompts that are solved.
+`attention/deferred.py` scores each layer and evicts. Shape legend: L layers, S prompts.
 """
 
 from __future__ import annotations

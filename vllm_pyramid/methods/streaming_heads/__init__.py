@@ -50,15 +50,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from vllm_pyramid.methods.streaming_heads.score_files import Scores, check_scores, of_kv_heads
-from vllm_pyramid.methods.streaming_heads.split import SplitHeads, with_scores
+from vllm_pyramid.methods.streaming_heads.score_files import (
+    Scores,
+    check_heads,
+    check_lanes,
+    check_scores,
+    of_kv_heads,
+    read_scores,
+)
+from vllm_pyramid.methods.streaming_heads.split import HeadLengths
 from vllm_pyramid.plan import Budget, EvictionPoint, RetentionPlan
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.chunk import EvictionPoints
 
 if TYPE_CHECKING:
@@ -72,7 +81,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SINKS, RECENT = 128, 256
 
 
-class StreamingHeads(SplitHeads):
+class StreamingHeads(HeadLengths):
     """Let a share of the KV heads keep everything, and the others sinks and recent tokens.
 
     Attributes:
@@ -85,13 +94,15 @@ class StreamingHeads(SplitHeads):
         sinks: the first tokens, that a streaming head keeps. None: the folder's, else 128.
         recent: the last tokens of the prompt, that it keeps. None: the folder's, else 256.
         recent_share: of the prompt, in [0, 1]: that many last tokens stay, if they are more.
+        ranks: tensor-parallel ranks with KV heads of their own; the engine sets it. They have one
+            block table for the heads at the same place, as long as the longest of these needs it.
     """
 
     has_budget: ClassVar[bool] = False
-    scored: ClassVar[str] = "mask"
     on_cuda: ClassVar[bool] = True
-    plain: ClassVar[Mapping[str, str]] = {"scorer": "recency", **SplitHeads.plain}
+    plain: ClassVar[Mapping[str, str]] = {"scorer": "recency", **HeadLengths.plain}
     kind: Literal["streaming"] = "streaming"
+    ranks: int = Field(default=1, ge=1)
     mask: Scores | None = None
     share: float = Field(default=0.5, ge=0, le=1)
     sinks: int | None = Field(default=None, ge=0, lt=2**31)
@@ -101,12 +112,15 @@ class StreamingHeads(SplitHeads):
     @model_validator(mode="before")
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
-        """Replace the name of a folder by what it holds."""
-        data, found = with_scores(data, "mask")
-        if found is None:
+        """Replace a path by what it holds: other processes open no file. Lists become tuples."""
+        mask = data.get("mask") if isinstance(data, Mapping) else None
+        if isinstance(mask, list):
+            return {**data, "mask": tuple(tuple(r) if isinstance(r, list) else r for r in mask)}
+        if not isinstance(mask, str):
             return data
+        found = read_scores(Path(mask).expanduser())
         given = {key: value for key, value in data.items() if value is not None}
-        return {"sinks": found.sinks, "recent": found.recent, **given}
+        return {"sinks": found.sinks, "recent": found.recent, **given, "mask": found.scores}
 
     @model_validator(mode="after")
     def _check_mask(self) -> StreamingHeads:
@@ -136,7 +150,8 @@ class StreamingHeads(SplitHeads):
         scores = of_kv_heads(self.mask, num_heads // len(self.mask)).ravel()
         count = round(self.share * num_heads)
         chosen[np.argsort(-scores, kind="stable")[:count]] = True
-        return self.by_rank(chosen).any(axis=1).ravel()
+        by_rank = chosen.reshape(len(self.mask), self.ranks, -1)  # `[layers, ranks, lanes]`
+        return by_rank.any(axis=1).ravel()
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
@@ -164,10 +179,14 @@ class StreamingHeads(SplitHeads):
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> StreamingHeads:
         """Return this part for several ranks, and log how many heads stream on all of them.
 
-        Raises:
-            ValueError: no head does, although the policy asks for it.
+        ValueError: no head does, although the policy asks for it.
         """
-        found = super().on_ranks(policy, ranks, num_kv_heads)
+        if self.ranks not in (1, ranks):
+            raise ValueError(
+                f"heads.ranks is {self.ranks}, and {ranks} tensor-parallel ranks have KV heads of "
+                "their own: leave it out, the engine sets it"
+            )
+        found = self.model_copy(update={"ranks": ranks})
         if ranks == 1 or self.mask is None:
             return found
         num_heads = len(self.mask) * num_kv_heads
@@ -189,6 +208,20 @@ class StreamingHeads(SplitHeads):
         return found
 
     # Answers of a part --------------------------------------------------------------------------
+
+    @property
+    def unsupported(self) -> Unsupported:
+        return {Feature.KV_TURNS: ("states whose KV heads differ in length are not saved yet")}
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError unless the scores can be those of as many lanes."""
+        if self.mask is not None:
+            check_lanes("heads.mask", self.mask, num_layers * self.ranks)
+
+    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
+        """Raise ValueError unless the scores are for a model of this shape."""
+        if self.mask is not None:
+            check_heads("heads.mask", self.mask, num_layers, num_kv_heads, num_heads)
 
     def check(self, policy: Policy) -> None:
         """Refuse parts that would have no effect, or were not tried with lengths of heads."""

@@ -35,7 +35,7 @@ class ScoreFiles(NamedTuple):
         scores: how much each head needs the whole cache: `[L][G]` from 0 to 1 of a folder, `[L][H]`
             of a file, whose heads are query heads.
         sinks, recent: tokens that a streaming head sees of the beginning and of the end; None of a
-            file, which does not say it.
+            file.
     """
 
     scores: Scores
@@ -44,12 +44,9 @@ class ScoreFiles(NamedTuple):
 
 
 def read_scores(path: Path) -> ScoreFiles:
-    """Read DuoAttention's folder, or HeadKV's `.json` file.
+    """Read DuoAttention's folder, or HeadKV's `.json` file; ValueError if it is missing or wrong.
 
     Numbers of a folder beyond 0 and 1 are clipped, as DuoAttention clips them.
-
-    Raises:
-        ValueError: a file is missing or holds something else.
     """
     if path.suffix == ".json":
         return ScoreFiles(_query_heads(path), None, None)
@@ -59,8 +56,7 @@ def read_scores(path: Path) -> ScoreFiles:
 def of_kv_heads(scores: Scores, num_kv_heads: int) -> npt.NDArray[np.float64]:
     """Return scores of KV heads, `[L, G]`: those of their query heads' best.
 
-    Args:
-        scores: `[L][G]`, which are returned as they are, or `[L][H]`; H is a multiple of G.
+    `scores` are `[L][G]`, which are returned as they are, or `[L][H]`; H is a multiple of G.
     """
     grouped = np.array(scores).reshape(len(scores), num_kv_heads, -1)
     found: npt.NDArray[np.float64] = grouped.max(axis=2)
@@ -90,8 +86,7 @@ def check_heads(
 ) -> None:
     """Raise ValueError unless the scores are for a model of this shape.
 
-    Args:
-        num_heads: query heads of a layer; None: any multiple of the KV heads.
+    `num_heads` are query heads of a layer; None: any multiple of the KV heads.
     """
     layers, heads = len(scores), len(scores[0])
     fits = heads in (num_kv_heads, num_heads) if num_heads else not heads % num_kv_heads

@@ -4,20 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
-
-import numpy.typing as npt
-from pydantic import Field
+from typing import TYPE_CHECKING, ClassVar
 
 from vllm_pyramid.methods.observation_window import ObservationWindowScorer
-from vllm_pyramid.methods.streaming_heads.score_files import (
-    ScoreFiles,
-    Scores,
-    check_heads,
-    check_lanes,
-    read_scores,
-)
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.heads import Heads
 
@@ -100,77 +89,3 @@ class HeadLengths(Heads):
             model.get_total_num_kv_heads(),
             model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
         )
-
-
-class SplitHeads(HeadLengths):
-    """Base class of kinds whose KV heads have lengths that scores of the model's heads say.
-
-    Tensor-parallel ranks have other heads of a layer each, and one block table for those at the
-    same place, which is as long as the longest of these heads needs it:
-
-        heads of a layer    0 1 | 2 3       rank 0 | rank 1
-        its lanes           0 and 2, 1 and 3
-
-    Class attributes:
-        scored: the field with the scores.
-
-    Attributes:
-        ranks: tensor-parallel ranks with KV heads of their own; the engine sets it.
-    """
-
-    scored: ClassVar[str]
-    ranks: int = Field(default=1, ge=1)
-
-    @property
-    def head_scores(self) -> Scores | None:
-        """The field `scored`."""
-        found: Scores | None = getattr(self, self.scored)
-        return found
-
-    def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> Self:
-        """Return this part with `ranks`; kinds check what is left then, and log it."""
-        if self.ranks not in (1, ranks):
-            raise ValueError(
-                f"heads.ranks is {self.ranks}, and {ranks} tensor-parallel ranks have KV heads of "
-                "their own: leave it out, the engine sets it"
-            )
-        return self.model_copy(update={"ranks": ranks})
-
-    def by_rank(self, of_heads: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return numbers of all KV heads, `[layers * G]`, as `[layers, ranks, lanes]`."""
-        assert self.head_scores is not None, "their layers are those of the model"
-        return of_heads.reshape(len(self.head_scores), self.ranks, -1)
-
-    @property
-    def unsupported(self) -> Unsupported:
-        return {Feature.KV_TURNS: ("states whose KV heads differ in length are not saved yet")}
-
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError unless the scores can be those of as many lanes."""
-        if self.head_scores is not None:
-            check_lanes(f"heads.{self.scored}", self.head_scores, num_layers * self.ranks)
-
-    def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
-        """Raise ValueError unless the scores are for a model of this shape."""
-        if self.head_scores is not None:
-            what = f"heads.{self.scored}"
-            check_heads(what, self.head_scores, num_layers, num_kv_heads, num_heads)
-
-
-def with_scores(data: Any, field: str) -> tuple[Any, ScoreFiles | None]:
-    """Return a section's data with a path in `field` replaced by what the path holds.
-
-    Other processes then open no file. Lists of YAML and JSON become tuples.
-
-    Returns:
-        The data, and what was read; None where no path was given.
-    """
-    if not isinstance(data, Mapping):
-        return data, None
-    if isinstance(rows := data.get(field), list):
-        lists = (tuple(row) if isinstance(row, list) else row for row in rows)
-        return {**data, field: tuple(lists)}, None
-    if not isinstance(rows, str):
-        return data, None
-    found = read_scores(Path(rows).expanduser())
-    return {**data, field: found.scores}, found

@@ -224,8 +224,9 @@ class DecayAllocator(Allocator):
         """Return tokens that each layer keeps of a piece, recent ones included: `[num_layers]`.
 
         Args:
-            tokens: of the piece. share: at most this part of `tokens * num_layers` is kept, by a
-                lower decay ratio; where floor and recent sequence alone are more, they are kept.
+            tokens: of the piece.
+            share: at most this part of `tokens * num_layers` is kept, by a lower decay ratio; where
+                floor and recent sequence alone are more, they are kept.
             least: tokens that every layer keeps, if the context has them.
         """
         recent = self.recent(tokens)

@@ -50,11 +50,8 @@ WARM_UP_TOKENS = 16
 def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocator) -> None:
     """Refuse pieces that are too small for a GPU's warm-up, and set the size of a step.
 
-    A step gets room for a piece and a full batch that decodes, unless its size was set: vLLM's
-    own default for servers is one piece, which would wait until nothing decodes.
-
-    Raises:
-        ValueError: naming the flag to change.
+    A step gets room for a piece and a full batch that decodes, unless its size was set: vLLM's own
+    default for servers is one piece, which would wait until nothing decodes.
     """
     device = current_platform.device_type
     if device != "cpu" and thinner.piece_tokens < WARM_UP_TOKENS:
@@ -79,8 +76,7 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
 def check_thinning_config(config: VllmConfig, policy: Policy, thinner: DecayAllocator) -> None:
     """Check that the model's loop is known, a step holds a piece, and the budget can be met.
 
-    Raises:
-        ValueError: naming the model or the flag to change.
+    ValueError: naming the model or the flag to change.
     """
     model = config.model_config
     if model.architecture not in ARCHITECTURES:

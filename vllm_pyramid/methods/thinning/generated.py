@@ -91,8 +91,7 @@ class GeneratedMass(KeyMass):
     def mark_group(self, batch: EvictionBatch, winners: npt.NDArray[np.int32]) -> None:
         """Mark the group of tokens that leaves the window of each request.
 
-        Args:
-            winners: `[S]`, how many of the leaving group stay; negative where none leaves.
+        `winners`, `[S]`, says how many of the group stay; negative where none leaves.
         """
         tokens, ends = self.schedule.every, batch.lens
         columns = torch.arange(tokens, device=ends.device)

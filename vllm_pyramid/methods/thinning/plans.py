@@ -30,11 +30,9 @@ def piece_lengths(
 ) -> tuple[Integers, Integers]:
     """Return the tokens of a piece that the method keeps, and those held, `[num_layers]` each.
 
-    Args:
-        block_size: each layer gives up whole blocks of this many tokens; 1 for exactly the method's
-            number. What is held never rises with depth, as it is the method's number rounded up to
-            the same grid in every layer.
-        least: see `DecayAllocator.lengths`.
+    Layers give up whole blocks of `block_size` tokens; 1 for exactly the method's number. What is
+    held never rises with depth, as it is the method's number rounded up to the same grid in every
+    layer.
     """
     keep = allocator.lengths(tokens, num_layers, share, least)
     held = tokens - (tokens - keep) // block_size * block_size
@@ -54,11 +52,9 @@ def thinning_plan(
 ) -> RetentionPlan:
     """Return what each layer keeps of a prompt that is thinned piece by piece.
 
-    Pieces end at multiples of `piece_tokens` and at the prompt's end, whatever else runs.
-
-    Args:
-        budget: a percentage, the upper limit. sinks: first tokens of the prompt, always kept.
-        least: tokens that every layer keeps of the prompt: its first ones, piece by piece.
+    Pieces end at multiples of `piece_tokens` and at the prompt's end, whatever else runs. `budget`
+    is a percentage, the upper limit. Always kept are the first `sinks` tokens of the prompt, and in
+    every layer its first `least` ones, piece by piece.
     """
     assert budget.percent is not None, "the budget was not checked"
     share = float(budget.percent) / 100

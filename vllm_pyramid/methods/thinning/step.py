@@ -128,10 +128,7 @@ class StepThinning:
         return skips
 
     def rows_below(self, layer: int, lower: int) -> npt.NDArray[np.int64]:
-        """Return, for each row of a layer, the row of a lower one at the same place in its request.
-
-        Places count from the request's first row: `[T_layer]`.
-        """
+        """Return, for each row of a layer, the same place's row of its request in a lower one."""
         lens = np.diff(self.query_starts[layer])
         shift = self.query_starts[lower][:-1] - self.query_starts[layer][:-1]
         return np.arange(int(lens.sum())) + np.repeat(shift, lens)
@@ -167,10 +164,8 @@ class StepThinning:
     ) -> DevicePieces:
         """Return the pieces `chosen`, `[S]` indices, on the device.
 
-        Layers mostly thin the same pieces; each set of them is copied once, for all layers.
-
-        Args:
-            shifted: whether the layers' tables begin behind the dead part.
+        Layers mostly thin the same pieces; each set of them is copied once. `shifted`: the layers'
+        tables begin behind the dead part.
         """
         key = chosen.tobytes()
         if (there := self._pieces_there.get(key)) is not None:

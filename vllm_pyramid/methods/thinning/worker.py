@@ -16,19 +16,12 @@ import numpy.typing as npt
 import torch
 
 from vllm_pyramid.compat.thin_forward import thin_between_layers
-from vllm_pyramid.methods.thinning.kernels import recent_ops
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch, recent_ops
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plan import IntArray, Piece
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import SCORES, Failure
-from vllm_pyramid.step.hooks import (
-    CacheHooks,
-    LayerHooks,
-    StepHooks,
-    StepNeeds,
-    WorkerContext,
-)
+from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, StepHooks, StepNeeds, WorkerContext
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
 
@@ -46,11 +39,7 @@ _NUMBERS_OF_A_TOKEN = 24
 
 @dataclass
 class _Thinned:
-    """What has been thinned of a request.
-
-    Attributes:
-        given: tokens given up so far, over all layers. positions: of what is held, for a trace.
-    """
+    """What has been thinned of a request: tokens given up, and positions for a trace."""
 
     given: int = 0
     positions: ThinnedPositions = field(default_factory=ThinnedPositions)

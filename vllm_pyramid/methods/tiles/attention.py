@@ -28,11 +28,7 @@ _PARTS = TILE // STRIDE
 
 
 def choose_tiles(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    blocks: torch.Tensor,
-    scale: float,
-    top_p: float,
+    query: torch.Tensor, key_cache: torch.Tensor, blocks: torch.Tensor, scale: float, top_p: float
 ) -> torch.Tensor:
     """Return which tiles of keys each tile of queries takes: `[S, G, L]` bool.
 
@@ -72,9 +68,8 @@ def choose_tiles(
 def _best(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """Return the tiles that a tile of queries takes: `[L]` bool.
 
-    Args:
-        logits: of its antidiagonals with those of the keys up to its own, by query head,
-            `[H / G, 8, 8 L]`; changed.
+    `logits`, `[H / G, 8, 8 L]`, are of its antidiagonals with those of the keys up to its own;
+    changed.
     """
     hidden = torch.ones(_PARTS, _PARTS, dtype=torch.bool).triu(1)
     logits[..., -_PARTS:].masked_fill_(hidden, -torch.inf)

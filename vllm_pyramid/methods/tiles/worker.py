@@ -57,11 +57,7 @@ class TileAttention(StepHooks, LayerHooks):
         self._rows: list[_SparseRows] = []
 
     def begin_step(self, step: Step) -> None:
-        """Find the tiles of queries in the step.
-
-        Raises:
-            RuntimeError: a chunk does not consist of whole tiles.
-        """
+        """Find the step's tiles of queries; RuntimeError: a chunk is not made of whole tiles."""
         self._rows = []
         inside = np.flatnonzero(step.computed < step.prompt_lens).tolist()
         if not inside:

@@ -12,8 +12,8 @@ nothing. In a worker they are called in this order:
     last layer   EvictionHooks        (deferred evictions) evidence  decide
 
 and `SchedulerHooks` in the scheduler. A step is one call of the model, with tokens of several
-requests. The caches, the steps and the layers know no method by name: `MethodHooks` sorts the
-hooks of all methods once, at start-up, by the functions that they override.
+requests. `MethodHooks` sorts the hooks of all methods once, at start-up, by the functions that they
+override.
 """
 
 from vllm_pyramid.step.hooks.cache import CacheHooks

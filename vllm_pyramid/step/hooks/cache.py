@@ -36,8 +36,7 @@ class CacheHooks(WorkerHooks):
     def limit_cache(self, num_bytes: int) -> int:
         """Return how many of the `num_bytes` that are free the device's KV cache may take.
 
-        Raises:
-            ValueError: the method cannot work with a cache of that size.
+        ValueError: the method cannot work with a cache of that size.
         """
         return num_bytes
 
@@ -47,10 +46,8 @@ class CacheHooks(WorkerHooks):
     def value_cache(self, layer: int, key_cache: torch.Tensor) -> torch.Tensor | None:
         """Return V of a layer whose pages hold K alone, `[P, G, N, D]`; None: another keeps it.
 
-        Called for layers of which the policy's `values` say that V is not on the device.
-
-        Args:
-            key_cache: `[P, G, N, D]`, the whole memory of the layer.
+        Called for layers whose V the policy's `values` do not keep on the device. `key_cache`, `[P,
+        G, N, D]`, is the whole memory of the layer.
         """
         return None
 
@@ -58,30 +55,24 @@ class CacheHooks(WorkerHooks):
         """Launch what the other hooks launch, so that no request waits for a compiler.
 
         Called once for each kind of layer and each power of two as `max_seq_len`, on devices that
-        compile kernels.
-
-        Args:
-            inputs: of one request with one query, made up. Its table is of block 0, vLLM's null
-                block, which may be written to: no request reads it.
+        compile kernels. `inputs` are of one made-up request with one query. Its table is of block
+        0, vLLM's null block, which may be written to: no request reads it.
         """
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what pools hold of the blocks `sources` to the blocks `targets`.
+        """Copy what pools hold of the blocks `sources` to the blocks `targets`, `[n]` int64 on the
+        device.
 
-        Called for every copy that the engine makes of blocks (prefixes that an eviction would
-        overwrite, sessions that branch), right behind it.
-
-        Args:
-            sources, targets: `[n]` int64 block ids, on the device. A block may be among both: all
-                sources are read before a target is written.
+        Called right behind every copy that the engine makes of blocks (prefixes that an eviction
+        would overwrite, sessions that branch). A block may be among both: all sources are read
+        before a target is written.
         """
 
     def block_extras(self) -> torch.Tensor | None:
         """Return the pool that goes with its blocks to the host cache and back; None: none does.
 
-        Returns:
-            `[P, ...]`, of as many bytes for each block as the part says (`Component.block_extras`);
-            of any shape before `allocate`. A method with a pool that stays behind is refused next
-            to a host cache.
+        It is `[P, ...]`, of as many bytes for each block as the part says
+        (`Component.block_extras`); of any shape before `allocate`. A method with a pool that stays
+        behind is refused next to a host cache.
         """
         return None

@@ -47,27 +47,19 @@ class LayerSpec(Protocol):
 
 
 class CopyStream(Protocol):
-    """A device's stream for copies, apart from the one on which the step's kernels are launched.
-
-    The host waits for neither.
-    """
+    """A device's stream for copies, beside the step's kernels. The host waits for neither."""
 
     def launch(self, copy: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
-        """Let `copy` launch on this stream, behind all that the step has launched so far.
-
-        Returns:
-            A mark, for `wait`.
-        """
+        """Let `copy` launch behind all that the step has launched; return a mark for `wait`."""
 
     def wait(self, mark: Any) -> None:
         """Let all that the step launches from now on run behind what was launched up to `mark`."""
 
 
 class HostMemory:
-    """Memory of the host that the device addresses, too.
+    """Memory of the host that the device addresses, too: `[n]` uint8, zeros.
 
-    Attributes:
-        bytes: `[n]` uint8, zeros, as the device sees them. host: the same, as the host does.
+    `bytes` is it as the device sees it, `host` as the host does.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -49,19 +49,14 @@ class EvictionHooks(WorkerHooks):
         """Look at what survives, or change it, before it moves.
 
         Kept places may lie in blocks that other requests share, or find later as the full cache's.
-        Write to them only for a policy without prefix caching (`unsupported`); others write
-        behind the move (`after_compact`), to blocks that are this request's alone.
+        Write to them only for a policy without prefix caching (`unsupported`); others write behind
+        the move (`after_compact`), to blocks that are this request's alone.
 
-        Args:
-            kept: places that stay, as of `Ops.select`: `[S, G, K]` int32, -1 behind `batch.keeps`.
+        `kept` are places that stay, as of `Ops.select`: `[S, G, K]` int32, -1 behind `batch.keeps`.
         """
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        """Let pools follow the tokens, which have moved as of `Ops.compact`, or change these.
-
-        Args:
-            kept: see `before_compact`.
-        """
+        """Let pools follow the tokens, which have moved as of `Ops.compact`, or change these."""
 
     def after_eviction(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
         """Look at a layer that has evicted from all requests whose plans are not deferred."""
@@ -69,10 +64,8 @@ class EvictionHooks(WorkerHooks):
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what a layer says about the lengths: `[S, ...]`, from this rank's KV heads.
 
-        Called only where `decide` is overridden.
-
-        Args:
-            scores: `[S, G, columns]` of the window, -inf behind each prompt's context.
+        Called only where `decide` is overridden. `scores`, `[S, G, columns]`, are of the window,
+        -inf behind each prompt's context.
         """
         raise NotImplementedError
 
@@ -82,9 +75,6 @@ class EvictionHooks(WorkerHooks):
         """Return the tokens that each layer keeps of each request: S arrays `[L]`.
 
         An exception in the place of an array ends that request with an error; one that is raised
-        ends all S. One method at most may override it.
-
-        Args:
-            plans: of S requests. evidence: `[L, S, ...]`.
+        ends all S. One method at most may override it. `evidence` is `[L, S, ...]`.
         """
         raise NotImplementedError

@@ -27,8 +27,8 @@ class LayerHooks(WorkerHooks):
     def after_write(self, write: CacheWrite) -> None:
         """Take note of a layer's new tokens, which have just been written to the cache.
 
-        Where V lies elsewhere, on a device with a memory of its own, V has not been written: the
-        method that gave `value_cache` writes it here.
+        Where V is in host memory apart from the device, V has not been written: the method that
+        gave `value_cache` writes it here.
         """
 
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -36,17 +36,16 @@ class LayerHooks(WorkerHooks):
 
         Others may have another table (also one for each KV head), lengths, queries that share rows
         otherwise, and the maxima that go with these; the queries and the caches are those of
-        `inputs`. Tables that begin behind `offsets` have no further skips: where
-        `inputs.shifted`, `skips` are zeros.
-        Evictions and `after_attention` see the unchanged inputs, without a log-sum-exp, which is
-        then of another attention.
+        `inputs`. Tables that begin behind `offsets` have no further skips: where `inputs.shifted`,
+        `skips` are zeros. Evictions and `after_attention` see the unchanged inputs, without a
+        log-sum-exp, which is then of another attention.
         """
         return inputs
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
         """Write the layer's attention to `out`, `[T, H, D]`, and return whether that was done.
 
-        The first method that returns True has attended in place of the back end's kernel.
+        The first method that returns True has attended instead of the back end's kernel.
         """
         return False
 

@@ -82,13 +82,9 @@ class MethodHooks:
         )
 
     def check_called(self, backend: str, called: frozenset[str]) -> None:
-        """Refuse a method with a hook that an attention back end does not call.
+        """Raise ValueError for a method with a hook that an attention back end does not call.
 
-        Args:
-            backend: its name. called: those of `LAYER_HOOKS` that it calls whenever its layers run.
-
-        Raises:
-            ValueError: naming the method, the hook and the back end.
+        `called` are those of `LAYER_HOOKS` that it calls whenever its layers run.
         """
         for function in sorted(LAYER_HOOKS - called):
             for one in getattr(self, function):

@@ -26,31 +26,25 @@ class SchedulerHooks:
     def on_request_added(
         self, request_id: str, salt: str, application: str, plan: Plan
     ) -> dict[str, Any] | None:
-        """Return how the plan of a request that has just been added is to be replaced.
+        """Return fields of an allocator that replaces the policy's for a request just added, or
+        None.
 
-        Args:
-            salt: the request's `cache_salt`, empty without one; what requests share is shared by
-                those with the same salt.
-
-        Returns:
-            None, or fields of an allocator that takes the place of the policy's for this request;
-            the workers are told.
+        The workers are told. `salt` is the request's `cache_salt`, empty without one; requests
+        share only with those of the same salt.
         """
         return None
 
     def on_step_report(self, report: Any, is_alive: Callable[[str], bool]) -> None:
         """Take what the worker's hooks reported of a step (`StepHooks.end_step`).
 
-        Args:
-            is_alive: whether a request has not finished; a report may name some that have. With
-                `starts_anew`, whether it has not been preempted since the step, either.
+        `is_alive`: whether a request has not finished; a report may name some that have. With
+        `starts_anew`, whether it has not been preempted since the step, either.
         """
 
     def on_eviction(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
-        """Take note that the worker has evicted from a request.
+        """Take note that the worker has evicted from a request, to the lengths of `resolved`.
 
-        Args:
-            plan: the request's before the eviction. resolved: the lengths that were evicted to.
+        `plan` is the request's before the eviction.
         """
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:

@@ -31,13 +31,10 @@ class StepHooks(WorkerHooks):
     """The beginning and the end of each step, and the end of each request."""
 
     def without_graphs(self, requests: Iterable[WorkerRequest], computed: IntArray) -> bool:
-        """Return whether a step of these requests must run without CUDA graphs.
+        """Return whether a step of these R requests must run without CUDA graphs.
 
-        Called before the step begins, when vLLM chooses its graph.
-
-        Args:
-            requests: R records. computed: `[R]` tokens computed before the step; behind a
-                prompt the numbers may be any.
+        Called before the step begins, when vLLM chooses its graph. `computed`, `[R]`, are tokens
+        computed before the step; behind a prompt the numbers may be any.
         """
         return False
 
@@ -51,9 +48,8 @@ class StepHooks(WorkerHooks):
     def end_step(self, step: Step) -> Any | None:
         """Return the report of a step whose layers have all run, as plain data; None: no report.
 
-        The report reaches `SchedulerHooks.on_step_report` of the hooks with the same `name`. What
-        was evicted is reported behind this call. A step without requests ends, too, and its report
-        is dropped.
+        The report reaches `SchedulerHooks.on_step_report` of the hooks with the same `name`, before
+        what was evicted is reported. A step without requests ends, too, and its report is dropped.
         """
         return None
 

@@ -16,8 +16,8 @@ class WorkerHooks:
         name: of the method; `SchedulerHooks` of the same name receive its reports.
         trace: writes kept positions; None without a trace.
         asks_ranks: whether a call of these hooks asks the other tensor-parallel ranks
-            (`WorkerContext.ranks`). They may wait inside it where it raises in one: the worker then
-            ends.
+            (`WorkerContext.ranks`), which may wait inside it where it raises in one: the worker
+            then ends.
     """
 
     name: str = ""

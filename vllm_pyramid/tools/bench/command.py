@@ -36,11 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; returns 0 on success.
-
-    Raises:
-        ValueError: an option is wrong, or the measurement failed.
-    """
+    """Run the sub-command; return 0 on success. ValueError: a wrong option, or it failed."""
     from rich.console import Console
 
     console, options = Console(), parse(args.measure, vars(args))

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine, driven step by step in the process that measures.
-
-The engine core runs in this process, so that every step can be timed and observed.
-"""
+"""vLLM's engine, driven step by step in the process that measures, so that steps can be timed."""
 
 from __future__ import annotations
 
@@ -40,9 +37,8 @@ def sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
 class Engine:
     """Drives vLLM's engine step by step.
 
-    Args:
-        llm: a started `LLM`, vLLM's or ours, with its engine core in this process.
-        block_bytes: of a block of one layer of ours. All engines count blocks in this size.
+    `llm` is a started `LLM`, vLLM's or ours, with its engine core in this process. All engines
+    count blocks of `block_bytes`, the size of a block of one layer of ours.
     """
 
     def __init__(self, llm: Any, block_bytes: int) -> None:
@@ -64,11 +60,7 @@ class Engine:
         return (self.pool.num_gpu_blocks - 1 - len(self._reserved)) * self.blocks_of_one
 
     def reserve(self, blocks: int) -> None:
-        """Leave `blocks` blocks of one layer to requests, by allocating all others.
-
-        Raises:
-            ValueError: the pool has fewer.
-        """
+        """Leave `blocks` blocks of one layer to requests, by allocating all others."""
         self.pool.free_blocks(self._reserved)
         self._reserved = []
         if self.scheduler.kv_cache_manager.enable_caching:  # stock vLLM with its prefix cache
@@ -81,8 +73,7 @@ class Engine:
     def send(self, prompt: list[int], params: Any, salt: str | None = None) -> str:
         """Send a request, and return its name, which no other request has had.
 
-        Args:
-            salt: it finds what came with the same one.
+        It finds what came with the same `salt`.
         """
         self._count += 1
         name = str(self._count)
@@ -128,6 +119,8 @@ class Engine:
     ) -> Sample:
         """Run a whole job of requests or conversations.
 
+        RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
+
         Args:
             later: the turns that follow each prompt. A turn is sent when the one before has been
                 answered, and begins with it and its answer.
@@ -135,9 +128,6 @@ class Engine:
             on_finish: called when the last turn of a prompt has been answered.
             resume: requests say where the turns before them ended.
             forks: of each prompt, further branches (see `Talk`).
-
-        Raises:
-            RuntimeError: it generated other lengths than `max_tokens`, or evicted nothing.
         """
         self.log.preemptions = 0
         pages = Pages.counted(self.scheduler)
@@ -209,13 +199,9 @@ class Engine:
     ) -> Sample:
         """Send requests and step until as many decode as are admitted.
 
-        Returns:
-            A sample, and `tokens_left`: the fewest that a request still has to generate;
-            `steps_left`: decode steps until a request would be preempted.
-
-        Raises:
-            RuntimeError: requests finished or were preempted before all were admitted that fit, or
-                did not evict.
+        Returns a sample, and `tokens_left`: the fewest that a request still has to generate;
+        `steps_left`: decode steps until a request would be preempted. RuntimeError: requests
+        finished or were preempted before all were admitted that fit, or did not evict.
         """
         self.log.preemptions = 0
         evictions = evictions_counted(self.scheduler)
@@ -255,8 +241,7 @@ class Engine:
     def steps(self, count: int) -> dict[str, Any]:
         """Run `count` decode steps of the running requests.
 
-        Raises:
-            RuntimeError: a prompt was admitted or a request finished meanwhile.
+        RuntimeError: a prompt was admitted or a request finished meanwhile.
         """
         pages = Pages.counted(self.scheduler)
         steps = [self.step() for _ in range(count)]

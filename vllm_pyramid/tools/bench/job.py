@@ -86,8 +86,7 @@ def variants_of(
 ) -> list[Variant]:
     """Return every policy with every budget and mode of turns; one without a budget comes once.
 
-    Raises:
-        ValueError: an unknown policy, a budget that it cannot have, or one that evicts nothing.
+    ValueError: an unknown policy, a budget that it cannot have, or one that evicts nothing.
     """
     variants = []
     for policy in policies:
@@ -239,11 +238,7 @@ class Job:
         return 0 if memory is None else memory.bytes_beside_block
 
     def check_room(self, variant: Variant, pool_prompts: float) -> None:
-        """Check that one request fits, also when it holds most.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Raise ValueError unless one request fits, also when it holds most."""
         if (memory := self.memory(variant)) is None:
             return
         needed = memory.most_blocks(self.prompt_len, self.output_len)

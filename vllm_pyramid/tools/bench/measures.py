@@ -42,10 +42,7 @@ def run_measure(measure: str, options: EngineOptions, prepared: Prepared, consol
 
 
 def whole_jobs(
-    prepared: Prepared,
-    engines: Engines,
-    rounds: Sequence[tuple[float, int]],
-    progress: Progress,
+    prepared: Prepared, engines: Engines, rounds: Sequence[tuple[float, int]], progress: Progress
 ) -> Samples:
     """Run the whole job in each round (a pool and the number of a repetition), variant by variant.
 
@@ -93,8 +90,7 @@ def decode_windows(
 ) -> Samples:
     """Time windows of decode steps, of as many requests as each variant admits.
 
-    Raises:
-        ValueError: the requests have too few tokens left for the windows.
+    ValueError: the requests have too few tokens left for the windows.
     """
     filled = fill(prepared, engines, progress)
     timed = repetitions + 1  # the first one warms up
@@ -115,8 +111,7 @@ def decode_windows(
 def _read_share(variant: Variant, answer: dict[str, Any]) -> float | None:
     """Return which share of the pages that generated tokens saw they read; None without a choice.
 
-    Raises:
-        ValueError: the policy selects pages, and all were read.
+    ValueError: the policy selects pages, and all were read.
     """
     read, visible = answer["pages_read"], answer["pages_visible"]
     if not visible:

@@ -84,8 +84,7 @@ class PolicyMemory:
     def _most_after(self, plan: RetentionPlan, output_len: int) -> int:
         """Return the most blocks after the prompt, summed over the layers.
 
-        A request holds them before one of its later evictions, or at its end. The last token gets
-        no slot.
+        A request holds them before a later eviction, or at its end. The last token gets no slot.
         """
         end, sizes = plan.prompt_len + output_len - 1, self._block_sizes
         most = 0
@@ -96,11 +95,7 @@ class PolicyMemory:
         return most
 
     def check_budget(self, label: str, prompt_len: int) -> None:
-        """Check that the policy evicts from such a prompt, and can keep to its budget.
-
-        Raises:
-            ValueError: it does not, or cannot.
-        """
+        """Raise ValueError unless the policy evicts from such a prompt and keeps to its budget."""
         policy, layers = self.policy, len(self._block_sizes)
         if policy.heads.has_budget and not policy.allocator.thins_prompts:
             if policy.budget.tokens_for(prompt_len, 1) >= prompt_len:

@@ -282,11 +282,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 
 
 def parse(measure: str, given: Mapping[str, Any]) -> Any:
-    """Return the options of a measure, from the namespace of its flags.
-
-    Raises:
-        ValueError: an option is wrong; the message names the flag of the first such option.
-    """
+    """Return the options of a measure from its flags' namespace; ValueError names a wrong flag."""
     model = MEASURES[measure]
     values = {name: given[name] for name in model.model_fields if given.get(name) is not None}
     try:

@@ -43,13 +43,9 @@ class Prepared:
 
 
 def prepare(options: EngineOptions, folder: Path) -> Prepared:
-    """Return what the options describe.
+    """Return what the options describe; ValueError names the flag to change.
 
-    Args:
-        folder: for the files of a model with random weights.
-
-    Raises:
-        ValueError: it cannot run; the message names the flag to change.
+    `folder` is for the files of a model with random weights.
     """
     random = options.model in SHAPES
     if random:
@@ -95,8 +91,7 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
 def _recording(options: EngineOptions, model: str, shape: Shape) -> Recording | None:
     """Return the recorded sessions that the options name, as tokens of the model.
 
-    Raises:
-        ValueError: the file is wrong, the model has no chat template, or a prompt is too long.
+    ValueError: the file is wrong, the model has no chat template, or a prompt is too long.
     """
     if not isinstance(options, Agents) or options.file is None:
         return None
@@ -135,11 +130,7 @@ def _with_one_attention(engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant]) -> None:
-    """Check that every variant can take part.
-
-    Raises:
-        ValueError: one cannot, or needs another argument.
-    """
+    """Raise ValueError unless every variant can take part and needs no other argument."""
     if job.kv_swap_space is not None and not any(map(job.v_on_host, variants)):
         raise ValueError(
             "--kv-swap-space is memory for V, which none of the policies keeps there: leave it "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a bench, each in a process of its own.
+"""The engines of a bench, each in a process.
 
 All start before the first measurement and stay. One measures at a time while the others sleep. So
 variants can alternate within seconds, and other load on the machine affects all of them.
@@ -24,14 +24,11 @@ def gpu_share(engines: int) -> float:
 
 
 class Engines:
-    """The processes of a bench; use it in a `with` statement.
+    """The processes of a bench; use it in a `with` statement. `on_stage` is told what is being
+    done.
 
-    Variants of one policy share an engine, since each request has its own budget, unless they have
-    to hold requests at the same time.
-
-    Args:
-        share: whether they may.
-        on_stage: called with what is being done.
+    Variants of one policy may `share` an engine, since each request has its own budget, unless they
+    have to hold requests at the same time.
     """
 
     def __init__(self, prepared: Prepared, *, share: bool, on_stage: Callable[[str], None]) -> None:
@@ -60,11 +57,9 @@ class Engines:
         return variant.name if self._share else variant.label
 
     def _start(self, key: str, variant: Variant, processes: int) -> None:
-        """Start a process and its engine.
+        """Start a process and its engine, in memory equal to the others'.
 
-        Raises:
-            ValueError: an engine has a block a layer more or less than the others. Equal memory is
-                what is compared.
+        ValueError: the engine has a block a layer more or less.
         """
         prepared, job, threads = self._prepared, self._job, self._prepared.threads
         environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}

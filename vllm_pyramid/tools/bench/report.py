@@ -45,9 +45,7 @@ _MEDIANS = [
     *(*_RATES, "requests_per_min", "agreement", "read_share"),
     *("cached_share", "ttft_miss_ms", "ttft_hit_ms", *_TIMES),
 ]
-_LARGEST = [
-    *("resident_max", "before_queueing", "peak_blocks", "decode_blocks", "preemptions"),
-]
+_LARGEST = [*("resident_max", "before_queueing", "peak_blocks", "decode_blocks", "preemptions")]
 _RANGES = {"output": "output_tokens_per_s", "decode": "decode_tokens_per_s"}
 _RATIOS = _RANGES | {"ttft": "ttft_p50_ms", "tpot": "tpot_p50_ms"}
 _SPREAD = [
@@ -55,19 +53,16 @@ _SPREAD = [
     *(f"{name}_ratio{end}" for name in _RATIOS for end in ("", "_low", "_high")),
 ]
 _COLUMNS = [
-    *("measure", *_KEYS, *_JOB, *_CONDITIONS, *_MEDIANS, *_LARGEST, "repetitions", *_SPREAD),
+    *("measure", *_KEYS, *_JOB, *_CONDITIONS, *_MEDIANS, *_LARGEST, "repetitions", *_SPREAD)
 ]
 
 
 def make_rows(
     measure: str, job: Job, variants: Sequence[Variant], samples: Sequence[tuple[Variant, Sample]]
 ) -> pd.DataFrame:
-    """Return a row for each variant under each condition.
+    """Return a row for each variant, the baseline first, under each condition.
 
-    Args:
-        variants: the first one is the baseline.
-        samples: in the order in which they were measured. In addition to what was measured a
-            sample has `pool_prompts`.
+    `samples` are in the order in which they were measured, each with `pool_prompts`.
     """
     frame = pd.DataFrame(
         [identity(v) | sample for v, sample in samples],
@@ -121,11 +116,7 @@ def _number(value: float) -> str:
 def write(
     measure: str, options: MeasureOptions, rows: pd.DataFrame, about: Mapping[str, Any]
 ) -> None:
-    """Print the table, and write the rows as JSON and CSV.
-
-    Args:
-        about: what was run, for the JSON file.
-    """
+    """Print the table, and write the rows as JSON, with `about` what was run, and CSV."""
     about = {
         "version": vllm_pyramid.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

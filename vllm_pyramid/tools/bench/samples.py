@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples: what one repetition of one variant gave, as a flat dictionary.
-
-`report.py` makes medians, ranges and ratios of them.
-"""
+"""Samples: what one repetition of one variant gave, as a flat dictionary for `report.py`."""
 
 from __future__ import annotations
 
@@ -81,9 +78,7 @@ def engine_sample(steps: Sequence[Step], requests: Sequence[Request], preemption
 
 
 def _cached(requests: Sequence[Request]) -> dict[str, float]:
-    """Return the share of prompts in the prefix cache, and the first token's time with and
-    without.
-    """
+    """Return the share of prompts in the prefix cache, and first-token times of hit and miss."""
     hits = [1e3 * request.first for request in requests if request.cached]
     if not hits:
         return {}

@@ -129,11 +129,8 @@ def scheduler_rows(
 ) -> pd.DataFrame:
     """Return a row for each scheduler, number of layers and number of running requests.
 
-    Args:
-        prompt_len: of the shortest prompt, at least 64.
-
-    Raises:
-        RuntimeError: not every request was evicted.
+    `prompt_len` is of the shortest prompt, at least 64. RuntimeError: not every request was
+    evicted.
     """
     register()
     frames = []

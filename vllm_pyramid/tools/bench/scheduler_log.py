@@ -19,14 +19,11 @@ class Batch(NamedTuple):
 
 
 class SchedulerLog:
-    """Logs the batches that end and counts preemptions.
+    """Logs the batches that end and counts preemptions, in two wrapped methods of any scheduler.
 
     With asynchronous scheduling a call of the engine's step schedules one batch and then waits for
     the one before it. The time of the call belongs to the batch that ended, so batches are logged
     when their results are processed.
-
-    Args:
-        scheduler: vLLM's or ours. Two of its methods are wrapped, for good.
 
     Attributes:
         ended: batches that ended since this was cleared.
@@ -104,11 +101,7 @@ class Pages(NamedTuple):
 
 
 def steps_with_room(scheduler: Any, free: int, longest: int) -> int:
-    """Return the decode steps of the running requests that `free` blocks allow.
-
-    Args:
-        longest: steps after which a request may finish; the most that is returned.
-    """
+    """Return the decode steps of running requests that `free` blocks allow, `longest` at most."""
     sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
     lengths = [request.num_computed_tokens for request in scheduler.running]
 

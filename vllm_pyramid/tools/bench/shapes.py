@@ -36,13 +36,9 @@ class Shape:
     cache_dtype: str | None = None
 
     def served_as(self, engine_args: Mapping[str, Any]) -> Shape:
-        """Return the shape with the types that an engine's arguments ask for.
+        """Return the shape with the types `dtype` and `kv_cache_dtype` of an engine's arguments.
 
-        Args:
-            engine_args: of vLLM, of which `dtype` and `kv_cache_dtype` count here.
-
-        Raises:
-            ValueError: a type that vLLM does not know by this name.
+        ValueError: a type that vLLM does not know by this name.
         """
         dtype = str(engine_args.get("dtype", "auto")).removeprefix("torch.")
         dtype = {"auto": self.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
@@ -117,17 +113,16 @@ def write_model(shape: Shape, folder: Path) -> None:
         shutil.copyfile(Path(model_path()) / name, folder / name)
 
 
-def shape_of_config(model: str, dtype: str | None = None) -> Shape:
+def shape_of_config(model: str) -> Shape:
     """Return the shape of a model from its configuration.
 
-    Raises:
-        ValueError: no readable configuration, or not a decoder with one MLP a layer.
+    ValueError: no readable configuration, or not a decoder with one MLP a layer.
     """
     from transformers import AutoConfig
 
     from vllm_pyramid.frontend.model_shape import longest_of_model, shape_of_model
 
-    cache, _ = shape_of_model(model, dtype)
+    cache, _ = shape_of_model(model, None)
     if cache.layers:
         raise ValueError(
             f"the bench knows decoders in which every layer has full attention; of {model!r} "

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's engine in a process of its own, which gets one task after the other.
+"""One policy's engine in a process, which gets one task after the other from `processes.py`.
 
-`processes.py` starts it. The first task says what to start, the others what to do; between tasks
-the process sleeps. vLLM's engine core runs in this process, so that every step can be timed and
-observed, and an idle engine takes no processor time.
+The first task says what to start, the others what to do; between tasks the process sleeps. vLLM's
+engine core runs in this process, so that every step can be timed and observed.
 """
 
 from __future__ import annotations

@@ -86,10 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     from vllm_pyramid.tools.budgets.other_layers import choose_blocks
 
     policy = KVSettings(
-        args.kv_policy,
-        args.kv_budget,
-        args.kv_min_tokens,
-        parse_policy_args(args.kv_policy_args),
+        args.kv_policy, args.kv_budget, args.kv_min_tokens, parse_policy_args(args.kv_policy_args)
     ).policy()
     if policy is None:
         raise ValueError("--kv-policy none keeps everything, as vLLM does: name a policy")
@@ -163,9 +160,8 @@ def _budget_report(
 ) -> dict[str, Any]:
     """Return what the command prints.
 
-    Args:
-        sizes: tokens of a block in each layer, or in each KV head where these have tables of their
-            own: then a layer's tokens are the mean of its heads, and its blocks their sum.
+    `sizes` are tokens of a block in each layer, or in each KV head where these have tables: then a
+    layer's tokens are the mean of its heads, and its blocks their sum.
     """
     from vllm_pyramid.plan import peak_blocks
     from vllm_pyramid.tools.budgets.other_layers import report_of_other_layers

@@ -21,9 +21,8 @@ _MIB = 1024 * 1024
 class BlockSize:
     """Tokens of a block before all pages get one size, and where the number comes from.
 
-    Attributes:
-        source: "given", "vllm" (by the size of a state), "default".
-        reason: why vLLM could not say it, where layers keep states.
+    `source` is "given", "vllm" (by the size of a state) or "default"; `reason` says why vLLM could
+    not say it, where layers keep states.
     """
 
     tokens: int
@@ -48,9 +47,7 @@ def report_of_other_layers(
 ) -> dict[str, Any]:
     """Return what layers without eviction hold, and all layers together; empty where all evict.
 
-    Args:
-        blocks: that the evicting layers hold.
-        full_blocks: that they would hold with everything kept.
+    The evicting layers hold `blocks`, and would hold `full_blocks` with everything kept.
     """
     if not shape.other_layers and not shape.readers:
         return {}

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in model and the demonstration that `make demo` runs.
-
-The model, a small Llama trained to find facts in English text, comes with the package
-(`vllm_pyramid/tools/demo/model/README.md` says how it was made).
-"""
+"""The built-in model (its origin: `model/README.md`) and the demonstration of `make demo`."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ BAR_WIDTH = 40
 def build_prompt(model: Path, tokens: int) -> tuple[str, str]:
     """Return text of at most `tokens` tokens with a fact and a question, and the right answer.
 
-    Raises:
-        ValueError: `tokens` is too small for the question, or the model has no tokenizer.
+    ValueError: `tokens` is too small for the question, or the model has no tokenizer.
     """
     rng = random.Random(SEED)
     name, number = make_name(rng, held_out=True), make_number(rng, held_out=True)
@@ -91,14 +90,11 @@ def work_of(
 
 
 def run_engine(work: Work, on_stage: Callable[[str], None]) -> Iterator[tuple[str, Result]]:
-    """Run an engine in a process of its own, and yield each policy and its result.
+    """Run an engine in a process, and yield each policy and its result; `on_stage` is told the
+    stage.
 
-    Args:
-        on_stage: gets what it is doing.
-
-    Raises:
-        ChildError: the process failed (with the end of its log), gave no answer, or its engine
-            evicted nothing although the policy has a budget.
+    ChildError: the process failed (with the end of its log), gave no answer, or its engine evicted
+    nothing although the policy has a budget.
     """
     missing = {request.key: request.budget for request in work.requests}
     with closing(answer_all(work, on_stage)) as results:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `vllm-pyramid doctor`: what is installed, what will be used, what is missing.
 
-Nothing is started and nothing is downloaded. Each check stands for itself: one that fails becomes a
-line of the report, with what to do.
+Nothing is started or downloaded. A check that fails becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -38,12 +37,9 @@ INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16",
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report: what was found, and what to do if anything.
 
-    Attributes:
-        section, name, value: what was found.
-        status: `ok`, `note` (worth knowing), or `missing`: an engine with a policy does not start.
-        advice: what to do; empty where there is nothing to do.
+    `status` is `ok`, `note` (worth knowing), or `missing`: an engine with a policy does not start.
     """
 
     section: str

@@ -41,11 +41,7 @@ def _show(findings: list[checks.Finding]) -> None:
 
 
 def of_policy(name: str, args: dict[str, Any]) -> list[checks.Finding]:
-    """Find what does not work with a policy, whatever there is to run it.
-
-    Raises:
-        ValueError: there is no such policy.
-    """
+    """Find what does not work with a policy, anywhere; ValueError: there is no such policy."""
     rows = load_policy(name, None, args).refusals
     if not rows:
         return [checks.Finding(f"policy {name}", "works with", "all that any policy works with")]

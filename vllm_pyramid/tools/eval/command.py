@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.policy import AUTO, DEFAULT_MIN_TOKENS, Policy, load_policy
 from vllm_pyramid.tools.calibrate import read_prompts
-from vllm_pyramid.tools.command_parts import (
-    Progress,
-    check_writable,
-    names,
-    parse_engine_args,
-)
+from vllm_pyramid.tools.command_parts import Progress, check_writable, names, parse_engine_args
 
 if TYPE_CHECKING:
     from vllm_pyramid.tools.eval.compare import Row
@@ -37,8 +32,7 @@ def add_command(commands: Any) -> None:
         "probabilities diverge. A budget that is cut is measured as a server cuts it.",
     )
     parser.add_argument(
-        "--model",
-        help="folder, or a Hugging Face name (default: the built-in model)",
+        "--model", help="folder, or a Hugging Face name (default: the built-in model)"
     )
     parser.add_argument(
         "--prompts",
@@ -65,11 +59,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; return 0 on success.
-
-    Raises:
-        ValueError: something that was asked for cannot be, or an engine failed.
-    """
+    """Run the sub-command; return 0 on success. ValueError: a wrong option, or an engine failed."""
     from rich.console import Console
 
     if args.answer_tokens < 2:
@@ -124,8 +114,7 @@ def run(args: argparse.Namespace) -> int:
 def _policy(args: argparse.Namespace) -> tuple[dict[str, Any], Policy, Sequence[str | None]]:
     """Return the changes to the policy's preset, the policy, and its budgets.
 
-    Raises:
-        ValueError: see `load_policy`; or a budget does not suit the policy.
+    ValueError: see `load_policy`; or a budget does not suit the policy.
     """
     changes = parse_policy_args(args.kv_policy_args)
     policy = load_policy(args.kv_policy, None, changes)

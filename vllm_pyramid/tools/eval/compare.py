@@ -2,7 +2,7 @@
 """A policy against the whole cache on the same prompts: agreement and divergence.
 
 The whole cache answers each prompt greedily. Then that answer is decoded again, token by token,
-after the policy has evicted. Two engines run one after the other, each in a process of its own.
+after the policy has evicted. Two engines run one after the other, each in a process.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def compare(
         on_stage: gets what is being done. on_result: is called for each answer.
 
     Raises:
-        ChildError: an engine failed.
-        RuntimeError: an answer was not compared.
+        ChildError: an engine failed. RuntimeError: an answer was not compared.
     """
     longest = max(map(len, prompts)) + answer_tokens + 1
     common: dict[str, Any] = {
@@ -136,11 +135,7 @@ def compare(
 
 
 def made_up_prompts(tokens: Tokens, count: int, length: int) -> list[list[int]]:
-    """Return `count` prompts of at most `length` tokens: a fact in real text, and a question.
-
-    Raises:
-        ValueError: `length` is too small.
-    """
+    """Return prompts of at most `length` tokens: a fact in real text, and a question."""
     prompts = []
     for index in range(count):
         rng = random.Random(index)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's engine in a process of its own, which answers all requests of a run.
+"""One policy's engine in a process, which answers all requests of a run.
 
-`answer_all` starts the process, and `run` is what runs in it. The process sends `{"stage": ...}`
-for the progress display and `{"key": ..., "result": {...}}` for every request.
+`answer_all` starts the process, and `run` runs in it. The process sends `{"stage": ...}` for the
+progress display and `{"key": ..., "result": {...}}` for every request.
 """
 
 from __future__ import annotations
@@ -134,12 +134,10 @@ class Work(BaseModel):
 def answer_all(
     work: Work, on_stage: Callable[[str], None]
 ) -> Generator[tuple[str, Result], None, None]:
-    """Run an engine in a process of its own; yield each request's key and result as they come.
+    """Run an engine in a process; yield each request's key and result as they come.
 
-    Close the iterator, or let it run out: then every process that it started has ended.
-
-    Raises:
-        ChildError: the engine failed; the message has the end of its log.
+    Close the iterator, or let it run out: then every process that it started has ended. ChildError:
+    the engine failed; the message has the end of its log.
     """
     what = f"the engine with {work.label!r}"
     offline = Path(work.model).is_dir()
@@ -208,9 +206,7 @@ def run(work: Work) -> None:
 def _result(request: Request, output: Any, policy: str, measured: dict[str, Any]) -> Result:
     """Read the engine's output.
 
-    Raises:
-        RuntimeError: the report of the eviction is wrong, or a forced continuation was not
-            followed.
+    RuntimeError: the report of the eviction is wrong, or a forced continuation was not followed.
     """
     completion = output.outputs[0]
     if request.forced and list(completion.token_ids[: len(request.forced)]) != request.forced:
@@ -240,11 +236,7 @@ def _speeds(output: Any) -> dict[str, float]:
 
 
 def _compared(findings: Path) -> dict[str, float]:
-    """Return what the worker found next to the reference, but for the first token.
-
-    Raises:
-        RuntimeError: it found nothing.
-    """
+    """Return what the worker found beside the reference, first token apart; or RuntimeError."""
     if not findings.is_file():
         raise RuntimeError("the worker compared nothing with the whole cache's answer")
     found = json.loads(findings.read_text())[1:]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode given tokens, to measure what a model says of them behind an evicted prompt.
 
-vLLM's prompt log probabilities come from the prefill, before anything is evicted. So the
-continuation is decoded: a logits processor leaves only its next token, and the log probabilities
-that vLLM returns are those before any processor (`logprobs_mode="raw_logprobs"`).
-
-With a reference, the likeliest tokens of the whole cache at each place, the processor compares what
-the kept cache makes of them. It runs in a worker, which writes its findings to a file.
+vLLM's prompt log probabilities come from the prefill, before anything is evicted. So a logits
+processor leaves only the continuation's next token, and vLLM returns the log probabilities before
+any processor (`logprobs_mode="raw_logprobs"`). With a reference, the likeliest tokens of the whole
+cache at each place, the processor compares what the kept cache makes of them. It runs in a worker,
+which writes its findings to a file.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ QUALIFIED_NAME = f"{__name__}:ForcedTokens"
 
 
 def divergence(reference: list[float], found: list[float]) -> float:
-    """Return KL(reference || found) in nats over some tokens, all others counted as one.
-
-    Args:
-        reference, found: log probabilities of the same tokens.
-    """
+    """Return KL(reference || found) in nats over the same tokens, all others counted as one."""
     ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (found, reference))
     rest = [torch.log1p(-x.exp().sum().clamp(max=1 - 1e-9)) for x in (theirs, ours)]
     kl = (theirs.exp() * (theirs - ours)).sum() + rest[0].exp() * (rest[0] - rest[1])

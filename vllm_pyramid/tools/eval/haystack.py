@@ -2,8 +2,8 @@
 """Real English text of a wanted number of tokens, with statements hidden at wanted depths.
 
 The text is the documentation behind Python's `help()`, half a megabyte in `pydoc_data.topics`
-(licence: the PSF licence of Python itself). It is read where Python has installed it; nothing of it
-is copied into this package. Its wording differs a little between Python versions.
+(under the PSF licence), read where Python has installed it. Its wording differs a little between
+Python versions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ _SHORT = 16
 
 @cache
 def topics() -> dict[str, str]:
-    """Return the documentation's texts by topic, sorted by name.
-
-    Raises:
-        RuntimeError: this Python was installed without `pydoc_data`.
-    """
+    """Return the documentation's texts by topic, sorted; RuntimeError without `pydoc_data`."""
     try:
         from pydoc_data.topics import topics as raw
     except ImportError as error:
@@ -42,8 +38,7 @@ def topics() -> dict[str, str]:
 class Tokens:
     """Count tokens as the served model will, and make text of a number of them.
 
-    Args:
-        tokenizer: of the model, from Hugging Face; its special tokens are added, as vLLM does.
+    `tokenizer` is the model's, from Hugging Face; its special tokens are added, as vLLM does.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -65,22 +60,14 @@ class Tokens:
         return bool(self._tokenizer.chat_template)
 
     def chat(self, messages: list[dict[str, str]]) -> str:
-        """Return the messages in the model's chat template, up to the reply.
-
-        Raises:
-            ValueError: the model has no chat template.
-        """
+        """Return messages in the model's chat template, up to the reply; ValueError: none."""
         if not self.can_chat:
             raise ValueError("this model's tokenizer has no chat template")
         apply = self._tokenizer.apply_chat_template
         return str(apply(messages, tokenize=False, add_generation_prompt=True))
 
     def first(self, text: str, length: int) -> str:
-        """Return the beginning of `text` of at most `length` tokens, to a word's end.
-
-        Raises:
-            ValueError: the text is shorter.
-        """
+        """Return at most `length` tokens of `text`, to a word's end; ValueError: it is shorter."""
         if self.count(text) < length:
             raise ValueError(f"a text of {self.count(text)} tokens cannot be cut to {length}")
         low, high = 0, len(text)
@@ -106,8 +93,8 @@ class Tokens:
     def passage(self, rng: random.Random, tokens: int) -> list[str]:
         """Return sentences of at most `tokens` tokens, close to it, from topics in a random order.
 
-        Each topic begins at a random sentence; what stands before these follows when all topics
-        are through. No sentence comes twice before every one has been taken (topics share some).
+        Each topic begins at a random sentence; what stands before these follows when all topics are
+        through. No sentence comes twice before every one has been taken (topics share some).
         """
         order = list(range(len(self._sentences)))
         rng.shuffle(order)
@@ -146,12 +133,8 @@ class Tokens:
     ) -> str:
         """Return English text with `statements` in it, then `ending`, of at most `length` tokens.
 
-        Args:
-            depths: where each statement stands, 0 (first) to 1 (just before the ending), in
-                ascending order; None for random places in the given order.
-
-        Raises:
-            ValueError: `length` leaves no room for text around the statements.
+        `depths` say where each stands, ascending from 0 (first) to 1 (just before the ending); None
+        for random places in the given order. ValueError: no room for text around the statements.
         """
         fixed = self.count(" ".join(statements) + ending) + 2 * len(statements)
         if length - fixed < 32:
@@ -198,11 +181,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def load_tokens(model: str | Path) -> Tokens:
-    """Load the tokenizer of a model folder or Hugging Face name, without PyTorch.
-
-    Raises:
-        ValueError: there is no tokenizer to be found.
-    """
+    """Load the tokenizer of a folder or name, without PyTorch; ValueError: there is none."""
     from transformers import AutoTokenizer
 
     try:

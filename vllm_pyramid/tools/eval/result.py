@@ -49,9 +49,8 @@ class EvictionReport(BaseModel):
     def checked(cls, parameters: Mapping[str, Any] | None, policy: str) -> EvictionReport:
         """Read the report of a request under `policy`.
 
-        Raises:
-            RuntimeError: the report is absent, incomplete, contradicts itself or is about another
-                policy. Then the plugin did not do what it was told, and no figure may be shown.
+        RuntimeError: the report is absent, incomplete, contradicts itself or is about another
+        policy. Then the plugin did not do what it was told, and no figure may be shown.
         """
         if not parameters:
             raise RuntimeError(
@@ -90,8 +89,8 @@ class Reference(BaseModel):
     """What the whole cache says greedily, and how sure it is of it.
 
     Attributes:
-        token_ids: `[n]`, its answer. likeliest: `[n][REFERENCE_TOKENS]` token ids, the most likely
-            first. logprobs: of these, in nats.
+        token_ids: `[n]`, its answer.
+        likeliest: `[n][REFERENCE_TOKENS]` token ids, the most likely first. logprobs: in nats.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -51,11 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that would have no effect, and values that mean nothing.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Raise ValueError for flags that would have no effect, and values that mean nothing."""
     if args.heads and args.queries:
         raise ValueError("--heads and --queries measure different things: give one of them")
     refuse_unused(args, "--heads", OWN_FLAGS, _OTHERS)
@@ -75,11 +71,7 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with checked flags; returns 0.
-
-    Raises:
-        ValueError: the model cannot be probed, or the folder cannot be written.
-    """
+    """Run the command with checked flags; return 0. ValueError: no such model, or no folder."""
     from rich.console import Console
 
     from vllm_pyramid.tools.heads.model import HeadModel

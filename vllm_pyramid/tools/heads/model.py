@@ -35,14 +35,13 @@ def whole_attention(
 class HeadModel:
     """A causal language model of Transformers, on a GPU if there is one, else in float32.
 
+    ValueError: it cannot be loaded, or its layers do not all have plain attention. Some kinds show
+    when the model runs first.
+
     Attributes:
         model: as Transformers loads it. attentions: its attention modules, `[L]`.
         layers: L. kv_heads: G. heads: H. vocabulary: number of token ids.
         longest: positions of the model.
-
-    Raises:
-        ValueError: it cannot be loaded, or its layers do not all have plain attention. Some kinds
-            show when the model runs first.
     """
 
     def __init__(self, name: str) -> None:

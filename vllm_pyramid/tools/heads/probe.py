@@ -18,11 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Repeated:
-    """Random tokens, several times over.
-
-    Attributes:
-        period: tokens of one copy. copies: at least 2.
-    """
+    """Random tokens: at least 2 `copies` of `period` tokens."""
 
     period: int = 256
     copies: int = 4
@@ -36,11 +32,7 @@ class Repeated:
             )
 
     def tokens(self, ids: range, seed: int = 0) -> list[int]:
-        """Return `period * copies` ids, those of a copy different from each other.
-
-        Args:
-            ids: of ordinary tokens, to choose from.
-        """
+        """Return `period * copies` of the ordinary `ids`; those of a copy are all different."""
         return random.Random(seed).sample(ids, self.period) * self.copies
 
     def echo_and_induction(
@@ -53,8 +45,7 @@ class Repeated:
 
         Args:
             queries: `[W, H, D]` of the last tokens, more than one of them behind the first copy.
-            keys: `[G, T, D]` of all `period * copies` tokens.
-            scale: of the products.
+            keys: `[G, T, D]` of all `period * copies` tokens. scale: of the products.
         """
         total, window = self.period * self.copies, len(queries)
         if keys.shape[1] != total or not 0 < window <= total:
@@ -82,10 +73,9 @@ def of_kv_heads(scores: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def retrieval_heads(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return which KV heads keep everything: `[L, G]` bool, the `count` highest of all scores.
+    """Return which KV heads keep everything: `[L, G]` bool, the `count` highest of `[L, G]` scores.
 
-    Args:
-        scores: `[L, G]`. The earlier layer and head wins where two are equal.
+    The earlier layer and head wins where two are equal.
     """
     if not 0 <= count <= scores.numel():
         raise ValueError(f"{count} of {scores.numel()} KV heads cannot be chosen")

@@ -21,17 +21,13 @@ from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.tools.command_parts import check_writable
 from vllm_pyramid.tools.heads.model import HeadModel, whole_attention
 
-_NEAR = 1e-3  # of the length of a query, by which it may differ from its twin's
+_NEAR = 1e-3  # relative distance of two equal queries after their rotary embedding is undone
 
 
 class QueryModel:
     """A model of Transformers whose queries are shown without their rotary embedding.
 
-    Attributes:
-        model: see `HeadModel`.
-
-    Raises:
-        ValueError: it cannot be loaded, or its rotary embedding cannot be undone.
+    ValueError: it cannot be loaded, or its rotary embedding cannot be undone.
     """
 
     def __init__(self, name: str) -> None:
@@ -75,8 +71,7 @@ class QueryModel:
     def queries(self, ids: Sequence[int]) -> torch.Tensor:
         """Return the queries of tokens without rotary embedding: `[L, T, H, D]` float32.
 
-        Raises:
-            ValueError: the tokens do not fit into the model's positions.
+        ValueError: the tokens do not fit into the model's positions.
         """
         if len(ids) > self.model.longest:
             raise ValueError(
@@ -123,11 +118,7 @@ def token_ids(model: str, prompts: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def run(args: argparse.Namespace, prompts: Sequence[dict[str, Any]]) -> int:
-    """Run the command with checked flags; returns 0.
-
-    Raises:
-        ValueError: the model cannot be measured, or the file cannot be written.
-    """
+    """Run the command with checked flags; return 0. ValueError: no such model, or no such file."""
     from rich.console import Console
 
     output = Path(args.output)

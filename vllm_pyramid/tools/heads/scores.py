@@ -45,11 +45,9 @@ class HeadScores:
     def of(
         cls, found: ScoreFiles, num_kv_heads: int, sinks: int = SINKS, recent: int = RECENT
     ) -> HeadScores:
-        """Return what was read as scores of KV heads; those of query heads give their best.
+        """Return what was read as scores of `num_kv_heads` heads; query heads give their best.
 
-        Args:
-            num_kv_heads: G, of which the heads are a multiple.
-            sinks, recent: for a file that does not say them.
+        `sinks` and `recent` are for a file that does not say them.
         """
         return cls(
             torch.from_numpy(of_kv_heads(found.scores, num_kv_heads)),
@@ -58,11 +56,7 @@ class HeadScores:
         )
 
     def write(self, folder: Path, more: Mapping[str, Any]) -> None:
-        """Write the two files; `more` goes into `config.json`.
-
-        Raises:
-            ValueError: they cannot be written.
-        """
+        """Write both files, with `more` in `config.json`; ValueError: they cannot be written."""
         rows = ["\t".join(f"{x:.6f}" for x in row) for row in self.scores.tolist()]
         config = {"sink_size": self.sinks, "recent_size": self.recent, **more}
         try:
@@ -81,10 +75,6 @@ class HeadScores:
         return retrieval_heads(self.scores, self.count(share))
 
     def held(self, mask: torch.Tensor, tokens: int) -> float:
-        """Return the share of a request's cache that is kept if each head has its own length.
-
-        Args:
-            mask: `[L, G]` bool. tokens: of the request.
-        """
+        """Return the share of a cache of `tokens` tokens that heads of `mask`, `[L, G]`, keep."""
         whole = mask.double().mean().item()
         return whole + (1 - whole) * min(1.0, (self.sinks + self.recent) / tokens)

@@ -48,8 +48,7 @@ class Shown(BaseModel):
         policy: the name that the engine reports. answer: the generated text.
         report: `kv_transfer_params` of the response.
         pieces: the text of each token of the prompt.
-        layers: the model's own numbers of the layers that evict.
-        heads: KV heads of each of them.
+        layers: the model's own numbers of the layers that evict. heads: KV heads of each of them.
         counts: `[layers][tokens]`, how many KV heads kept each token.
     """
 
@@ -65,11 +64,7 @@ class Shown(BaseModel):
 
 
 def show_policy(task: Task, on_stage: Callable[[str], None]) -> Shown:
-    """Run a policy's engine; `on_stage` gets what it is doing.
-
-    Raises:
-        ChildError: the engine failed; the message has the end of its log.
-    """
+    """Run a policy's engine; `on_stage` gets what it is doing. ChildError has its log's end."""
     what, offline = f"the engine with {task.policy!r}", Path(task.model).is_dir()
     result: Shown | None = None
     with closing(run_child(__name__, task.model_dump(), what, offline=offline)) as messages:

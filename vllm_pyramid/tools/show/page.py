@@ -18,11 +18,7 @@ _PLACE = "/*DATA*/"
 
 
 def page(shown: Sequence[Shown], model: str) -> str:
-    """Return the file's text.
-
-    Raises:
-        ValueError: the policies were shown other tokens.
-    """
+    """Return the file's text; ValueError if the policies were shown other tokens."""
     first = shown[0]
     if any(other.pieces != first.pieces for other in shown):
         raise ValueError("the policies were given prompts with other tokens")

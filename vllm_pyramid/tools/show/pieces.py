@@ -5,13 +5,10 @@ from __future__ import annotations
 
 
 def pieces(text: str, offsets: list[tuple[int, int]], tokens: list[str]) -> list[str]:
-    """Return the part of the text that each token stands for; joined, they are the text.
+    """Return the part of the text that each token, with these offsets, stands for.
 
-    A token that the tokenizer added has none, and stands as itself in angle brackets. Of tokens
-    that share one character (bytes of it), the first has it.
-
-    Args:
-        offsets: begin and end of each token in the text. tokens: their names.
+    Joined, they are the text. A token that the tokenizer added has none, and stands as itself in
+    angle brackets. Of tokens that share one character (bytes of it), the first has it.
     """
     found, reached = [], 0
     for (start, end), token in zip(offsets, tokens, strict=True):

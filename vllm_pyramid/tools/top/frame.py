@@ -17,12 +17,9 @@ _LAYERS_WIDTH = 48
 
 
 def frame(now: Sequence[Reading], before: Sequence[Reading] | None = None) -> Group:
-    """Draw the readings.
+    """Draw one reading for each server; rates are of the time since `before`, the frame before.
 
-    Args:
-        now: one reading for each server.
-        before: those of the frame before; rates are of the time in between. Without them, and for
-            a server that was started anew, the counts are those since its start.
+    Without it, and for a server that was started anew, the counts are those since its start.
     """
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("server", overflow="fold")

@@ -64,11 +64,7 @@ class EngineSample:
 
 
 def parse(text: str) -> dict[str, EngineSample]:
-    """Return the numbers of every engine in the text of `/metrics`.
-
-    Raises:
-        ValueError: the text is no Prometheus exposition.
-    """
+    """Return the numbers of every engine in the text of `/metrics`; ValueError: it is not that."""
     from prometheus_client.parser import text_string_to_metric_families
 
     simple = {metric: name for name, metric in SIMPLE.items()}
@@ -105,11 +101,7 @@ class Reading:
 
 
 def metrics_url(url: str) -> str:
-    """Return the address of a server's metrics: of `host:port`, its root, or `/metrics` itself.
-
-    Raises:
-        ValueError: not an http address.
-    """
+    """Return the address of a server's metrics, of `host:port`, its root, or `/metrics` itself."""
     full = url if "://" in url else f"http://{url}"
     if not full.startswith(("http://", "https://")) or not full.partition("://")[2].strip("/"):
         raise ValueError(f"{url!r} is no address of a server, such as http://localhost:8000")

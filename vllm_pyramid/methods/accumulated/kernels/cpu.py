@@ -10,7 +10,7 @@ from vllm_pyramid.kernels.cpu.checks import vector_address
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrKeyMass, packer
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.accumulated.kernels.contract import MASS_KINDS
+from vllm_pyramid.methods.accumulated.kernels import MASS_KINDS
 from vllm_pyramid.methods.accumulated.kernels.reference import check_mass
 
 _pack_key_mass = packer(PyrKeyMass)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`add_key_mass` in plain PyTorch, and a check that all back ends make.
 
-The mass lives in memory next to the cache, in the layout of its pages: `mass[b, g, i]` belongs to
-the token at offset i of block b for KV head g. The block table therefore finds it, and no request
-needs mass memory of its own. The caller sets the mass of a slot to zero when a token is written
-there, and moves the mass together with the tokens.
+The mass lies next to the cache, in the layout of its pages: `mass[b, g, i]` belongs to the token at
+offset i of block b for KV head g, so the block table finds it. The caller sets the mass of a slot
+to zero when a token is written there, and moves the mass together with the tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from vllm_pyramid.kernels.gather_tokens import check_one_table, gather_scaled
 from vllm_pyramid.kernels.log_sum_exp import check_lse, with_sinks
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.accumulated.kernels.contract import MASS_KINDS
+from vllm_pyramid.methods.accumulated.kernels import MASS_KINDS
 
 # A weight counts as below the average if it is below this share of the average: equal keys all have
 # the average weight, however a softmax in float32 was rounded.

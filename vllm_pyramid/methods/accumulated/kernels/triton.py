@@ -7,12 +7,7 @@ import torch
 import triton
 
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.kernels.triton.checks import (
-    check_keys,
-    check_query,
-    check_table,
-    lse_or,
-)
+from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table, lse_or
 from vllm_pyramid.kernels.triton.tiles import (
     Workspace,
     choose_num_splits,
@@ -43,15 +38,8 @@ def add_key_mass(
 
     With `log_sum_exp` there is only the second launch, and no scratch. Otherwise the scratch comes
     from `workspace` if that is large enough, as it is for a decode step with no more requests than
-    fill the device, and is allocated if not.
-
-    Args:
-        batch: its `max_seq_len` bounds the visible keys.
-        num_splits: as in `paged_attention`.
-        workspace: as in `paged_attention`.
-
-    Raises:
-        ValueError: shapes, dtypes, strides or the kind do not fit.
+    fill the device, and is allocated if not. The batch's `max_seq_len` bounds the visible keys;
+    `num_splits` and `workspace` are as in `paged_attention`.
     """
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips

@@ -10,7 +10,7 @@ from vllm_pyramid.kernels.cpu.checks import vector_address
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrTopn, packer
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.reference import (  # pages: not used
     check_value_rows,
     copy_pages,

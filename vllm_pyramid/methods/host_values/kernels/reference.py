@@ -12,7 +12,7 @@ import torch
 from vllm_pyramid.kernels.gather_tokens import check_one_scale, check_one_table, gather_tokens
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.reference_attention import paged_attention
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 
 __all__ = ["check_value_rows", "copy_pages", "topn_attention"]
 

@@ -13,7 +13,7 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_query, check_table
 from vllm_pyramid.kernels.triton.tiles import decode_config, padded_head_size
-from vllm_pyramid.methods.host_values.kernels.records import Choosers
+from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.reference import check_value_rows
 from vllm_pyramid.methods.host_values.kernels.triton_kernels import (
     copy_pages_kernel,
@@ -40,9 +40,6 @@ def topn_attention(
 
     V may be in host memory that the device can address. Without `choosers` they are read back from
     the device. A workspace must have room for one chooser, `workspace_cells(1, ...)`.
-
-    Raises:
-        ValueError: shapes, dtypes, strides or the workspace do not fit.
     """
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
@@ -97,11 +94,7 @@ def topn_attention(
 def workspace_cells(choosers: int, num_heads: int, columns: int, max_top_n: int) -> int:
     """Return the float32 cells of scratch that `choosers` queries need to choose at once.
 
-    Args:
-        choosers: number of queries that choose.
-        num_heads: number of query heads.
-        columns: the most keys that one of them sees.
-        max_top_n: the most keys that one of them uses.
+    Each sees at most `columns` keys, and uses at most `max_top_n` of them.
     """
     return choosers * num_heads * (columns + 2 * max_top_n + 1) + 4 * _ALIGNMENT
 

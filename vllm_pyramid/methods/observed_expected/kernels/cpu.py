@@ -25,7 +25,7 @@ from vllm_pyramid.kernels.cpu.structs import (
 )
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Softmax, WindowBatch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
 from vllm_pyramid.step.rotary import Rotary
 

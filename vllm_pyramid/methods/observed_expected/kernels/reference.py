@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from vllm_pyramid.kernels.gather_tokens import check_one_table, gather_scaled
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests, with_sinks
 from vllm_pyramid.kernels.records import Softmax, WindowBatch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.step.rotary import Rotary
 
 # The least sum of a head's scores by which they are divided.
@@ -69,10 +69,7 @@ def observed_expected_scores(
             gather_scaled(cache, scales, batch.block_table[r], start, n, compute_dtype)
             .transpose(0, 1)
             .contiguous()
-            for cache, scales in (
-                (batch.key_cache, batch.key_scales),
-                (value_cache, value_scales),
-            )
+            for cache, scales in ((batch.key_cache, batch.key_scales), (value_cache, value_scales))
         )
         keys *= batch.key_scale
         queries = query[end - window : end].to(compute_dtype).transpose(0, 1)

@@ -19,7 +19,7 @@ from vllm_pyramid.kernels.triton.checks import (
 )
 from vllm_pyramid.kernels.triton.tiles import padded_head_size
 from vllm_pyramid.kernels.triton.window_scores_launch import KEYS_PER_SPLIT, WindowLaunch
-from vllm_pyramid.methods.observed_expected.kernels.records import ScoreShape
+from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
 from vllm_pyramid.methods.observed_expected.kernels.triton_future import (
     future_logits_kernel,
@@ -45,11 +45,7 @@ def future_queries(
     queries: int,
     positions: int,
 ) -> torch.Tensor:
-    """Turn all queries by one launch, in float32.
-
-    Raises:
-        ValueError: there is no request, or strides or the size of the embedding do not fit.
-    """
+    """Turn all queries by one launch, in float32."""
     requests, (_, num_heads, head_size) = query_ends.shape[0], query.shape
     check_some_requests(requests)
     check_unit_stride("query", query)

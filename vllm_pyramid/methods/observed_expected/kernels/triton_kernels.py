@@ -19,12 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.kernels.triton.device_functions import (
-    LOG2_E,
-    key_factors,
-    load_keys,
-    with_sink,
-)
+from vllm_pyramid.kernels.triton.device_functions import LOG2_E, key_factors, load_keys, with_sink
 from vllm_pyramid.methods.observed_expected.kernels.reference import LEAST_SUM
 
 LEAST = tl.constexpr(LEAST_SUM)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of page selection: their contract, and three modules that implement it.
-
-`reference.py` is plain PyTorch, `cpu.py` calls the C++ library, `triton.py` launches the kernels of
-`triton_kernels.py`.
-"""
+"""The kernels of page selection, in plain PyTorch, C++ and Triton."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of page selection that all kernels share, and the memory that they write to.
 
-Every function raises ValueError. Those that count pages read numbers back from the device; kernels
-call them only where a caller has not passed the number.
+Every function raises ValueError. Those that count pages read numbers back from the device, so
+kernels call them only where a caller has not passed the number.
 """
 
 from __future__ import annotations

@@ -34,18 +34,17 @@ class SummaryOps(Protocol):
     ) -> None:
         """Compute the summaries of all pages that hold a position `>= starts[r]` again.
 
-        A summary describes the keys that its page has in the cache now, at the positions
-        `skips[r] .. seq_lens[r] - 1`: it follows from the cache alone, however the keys came there
-        (in chunks, over rejected drafts, into a block that was used before).
+        A summary describes the keys that its page has in the cache now, at the positions `skips[r]
+        .. seq_lens[r] - 1`: it follows from the cache alone, however the keys came there (in
+        chunks, over rejected drafts, into a block that was used before).
 
         - `box`: the largest, then the smallest number of each component (Quest, arXiv:2406.10774).
         - `spread`: the mean, then the standard deviation (of the keys present, not an estimate for
-          more).
+        more).
 
         Numbers are summed in float32 and rounded to the pool's dtype once. Numbers of 8-bit caches
-        count as they are stored, without their scale.
-
-        With zero requests, and for requests with `starts[r] == seq_lens[r]`, nothing is written.
+        count as they are stored, without their scale. Nothing is written for requests with
+        `starts[r] == seq_lens[r]`.
 
         Args:
             summaries: `[P, G, 2 * D]`, written.
@@ -53,8 +52,7 @@ class SummaryOps(Protocol):
             block_table: `[>= R, M]` int32.
             starts: `[R]` int32, the first position of each request whose key was written since its
                 last call; an eviction, which moves keys, starts at its new skip.
-            seq_lens: `[R]` int32, as in `AttentionBatch`.
-            skips: `[R]` int32, as in `AttentionBatch`.
+            seq_lens, skips: `[R]` int32, as in `AttentionBatch`.
             kind: one of `SUMMARY_KINDS`.
             max_pages: the largest number of pages that a request has to summarise.
 
@@ -83,26 +81,23 @@ class PageOps(SummaryOps, Protocol):
         - `box`: `max(q, 0) · largest + min(q, 0) · smallest`, which no key of the page exceeds.
         - `spread`: `q · mean + |q| · deviation`.
         - `rows`: the largest product with any of the page's n rows in the pool, such as keys that
-          represent it (InfLLM, arXiv:2402.04617). A scorer of the user's own has one row, and a
-          query that it has extended to the width of it.
+        represent it (InfLLM, arXiv:2402.04617). A scorer of the user's own has one row, and a query
+        that it has extended to the width of it.
 
         It is scaled and capped as attention's logits are. The softmax over the candidates (and the
-        head's sink) is taken in each query head, then its mean or maximum over the query heads of
-        a KV head.
-
-        With zero rows the result is empty.
+        head's sink) is taken in each query head, then its mean or maximum over the query heads of a
+        KV head.
 
         Args:
             softmax: its sinks lower the weights of their heads. A sliding window is refused.
             pool: `[P, G, 2 * D]`; for `rows` `[P, G, n, D]`.
-            kind: one of `SCORE_KINDS`.
-            combine: one of `COMBINES`.
+            kind: one of `SCORE_KINDS`. combine: one of `COMBINES`.
             out: `[>= S, G, W]` float32, contiguous, to write the result to; W is at least
                 `max_pages - 1`.
 
         Returns:
             `[S, G, max_pages - 1]` float32 (`out[:S]` if that was given): column i is the page
-            `skips[s] // N + i`; -inf behind the last candidate.
+                `skips[s] // N + i`; -inf behind the last candidate.
         """
 
     def select_pages(
@@ -120,19 +115,19 @@ class PageOps(SummaryOps, Protocol):
 
         Always chosen are the first `sinks` pages that the row sees, and its last `recent` ones, of
         which the very last is the query's own. The first page is also chosen if a part of it is
-        hidden by the skip, so that all KV heads hide as many tokens. The rest of the budget goes
-        to the candidates with the largest scores, and to the lower page where scores are equal.
-        All KV heads of a row choose as many pages: the row's budget, but at least the pages that
-        are always chosen and at most all that it sees; then the list is the row's whole table.
+        hidden by the skip, so that all KV heads hide as many tokens. The rest of the budget goes to
+        the candidates with the largest scores, and to the lower page where scores are equal. All KV
+        heads of a row choose as many pages: the row's budget, but at least the pages that are
+        always chosen and at most all that it sees; then the list is the row's whole table.
 
-        With zero rows the result is empty. The query of the batch is not read.
+        The query of the batch is not read.
 
         Args:
             scores: `[S, G, >= max_pages - 1]` float32 without NaN, unit stride in the last
                 dimension.
             budgets: `[S]` int32, in pages.
-            sinks: pages at the start that are always chosen.
-            recent: pages at the end that are always chosen, at least 1.
+            sinks, recent: pages at the start and at the end that are always chosen; `recent` at
+                least 1.
             max_selected: the width W of the result, at least the largest number of chosen pages.
             out: a selection of at least S rows to write the result to; its width is W.
 
@@ -167,26 +162,21 @@ class DevicePageOps(SummaryOps, Protocol):
 
         - A row whose budget covers all that it sees lists it. It is not scored, and has no flag.
         - Where a score of a row and KV head is NaN, the row is flagged, and that head chooses as if
-          all scores were 0.
+        all scores were 0.
         - What is read and written grows with the pages that a row sees, not with `max_pages`: no
-          entry behind a list or behind the last candidate is.
-
-        With zero rows nothing is written.
+        entry behind a list or behind the last candidate is.
 
         Args:
             batch: its `max_pages` must be known.
             pool: as of `score_pages`; written where `key_cache` is given.
             budgets: `[S]` int32, in pages.
             scores: `[>= S, H, >= max_pages - 1]` float32, contiguous, scratch. Afterwards it has
-                the scores of each row's candidates and KV head g at the g-th query head of
-                `H / G`; the rest may hold anything.
+                the scores of each row's candidates and KV head g at the g-th query head of `H / G`;
+                the rest may hold anything.
             out: of S rows.
             kind, combine: of `score_pages`. sinks, recent: of `select_pages`.
             key_cache: `[P, G, N, D]`: the page that a row's own token fills, if it is the last one
                 of its page, is summarised too, as `summarise_pages` does it by this `kind`. Rows
                 must belong to different requests then.
             names: block b is listed for KV head g as `b * names[0] + g * names[1]`.
-
-        Raises:
-            ValueError: shapes, dtypes or strides do not fit.
         """

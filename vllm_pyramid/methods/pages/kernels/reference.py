@@ -201,11 +201,7 @@ def choose_pages(
 
 
 def pages_of(batch: PageBatch) -> tuple[list[int], list[int]]:
-    """Return the first page that each row sees, and how many it sees.
-
-    Raises:
-        ValueError: a row sees no position.
-    """
+    """Return the first page that each row sees, and how many; ValueError: a row sees none."""
     first, visible = [], []
     for s, (position, skip) in enumerate(
         zip(batch.positions.tolist(), batch.skips.tolist(), strict=True)

@@ -9,11 +9,7 @@ import triton
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax
 from vllm_pyramid.kernels.triton.checks import CACHE_DTYPES, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.tiles import decode_config, padded_head_size, target_programs
-from vllm_pyramid.methods.pages.kernels.checks import (
-    check_choosing,
-    check_starts,
-    check_summaries,
-)
+from vllm_pyramid.methods.pages.kernels.checks import check_choosing, check_starts, check_summaries
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
 from vllm_pyramid.methods.pages.kernels.triton_kernels import (
     choose_pages_kernel,
@@ -125,13 +121,11 @@ def choose_pages(
 
 
 def num_parts(pairs: int, tiles: int, device: torch.device) -> int:
-    """Return how many programs share the tiles of a row's KV head.
+    """Return how many programs share the `tiles` of the longest row's KV head, for all `pairs` of
+    these.
 
     They fill the device, and none has more than `MOST_TILES`. So a graph for the longest sequence
     launches few programs that return at once where all are short.
-
-    Args:
-        pairs: of a row and a KV head. tiles: of the longest row.
     """
     enough = triton.cdiv(2 * target_programs(device), pairs)
     return int(min(tiles, max(enough, triton.cdiv(tiles, MOST_TILES))))

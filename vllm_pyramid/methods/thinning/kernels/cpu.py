@@ -21,7 +21,7 @@ from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrRecentMass, packer
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import Softmax
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 _pack_recent_mass = packer(PyrRecentMass)
 

@@ -10,7 +10,7 @@ import torch
 from vllm_pyramid.kernels.gather_tokens import gather_scaled
 from vllm_pyramid.kernels.log_sum_exp import check_lse, check_some_requests, with_sinks
 from vllm_pyramid.kernels.records import Softmax
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 
 def recent_mass(

@@ -10,7 +10,7 @@ from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.kernels.triton.checks import check_keys, check_query, check_table, lse_or
 from vllm_pyramid.kernels.triton.tiles import recent_config
-from vllm_pyramid.methods.thinning.kernels.records import RecentBatch
+from vllm_pyramid.methods.thinning.kernels import RecentBatch
 from vllm_pyramid.methods.thinning.kernels.triton_kernels import (
     recent_log_sum_exp_kernel,
     recent_mass_kernel,
@@ -26,11 +26,7 @@ def recent_mass(
     distance_weight: float,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum in one launch with `log_sum_exp`, in two without; read back a missing `max_context`.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit.
-    """
+    """Sum in one launch with `log_sum_exp`, in two without; read back a missing `max_context`."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scales, scale_strides = check_keys(key_cache, batch.key_scales)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
