@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve bursts of prompts from a pool that holds few of them whole: `python -m lab.bursts`.
+"""Serve load that rises and falls from a pool that holds few prompts whole.
 
-    requests of a burst   load x CAPACITY, all at once; the next burst comes when the last has ended
-    the pool              CAPACITY requests with prompt and answer, whole
+    python -m lab.bursts                 bursts of load x CAPACITY requests, one after another
+    python -m lab.bursts --requests N    N requests at load x the rate that stock vLLM serves with
+                                         a full pool: RATES times that, CAPACITY requests each
+    the pool                             CAPACITY requests with prompt and answer, whole
 
-Arrival times are made. Prompts are slices of this repository's pages. Each variant
-runs at each load in its own process, one after another. `stock` is vLLM without
-the plugin, `full` the plugin without eviction; `always` and `pressure` evict to the same budget.
+Arrival times are made: those of a burst are the same, others are a Poisson process of `--seed`.
+Prompts are slices of this repository's pages. Each variant runs at each load in its own process,
+one after another. `stock` is vLLM without the plugin, `full` the plugin without eviction; `always`
+and `pressure` evict to the same budget.
+
+With `--requests` a row says how many requests kept both limits (`good`), in a second as well:
+`--first-limit` seconds for the first token and `--token-limit` for each further one, which are
+SLACK times what stock vLLM takes for a request that is alone, if they are not given. `lost_nats` is
+what a token loses with the whole cache, a mean over all answers without their last tokens: of
+answers that were evicted, by a replay.
 """
 
 from __future__ import annotations
@@ -14,16 +23,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 VARIANTS = ("stock", "full", "always", "pressure")
 CAPACITY = 4  # requests that the pool holds whole
+RATES = (1, 2, 1, 0.5)  # in turns, each for CAPACITY requests; of a mean that the load says
+SLACK = (5.0, 3.0)  # of the first token and of each further one
+UNLOADED = 0.0  # the load of requests that come one after another, each when the last has ended
 STOCK_BLOCK = 32  # tokens; of vLLM's attention on CPUs a block is a multiple of it
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,8 +60,15 @@ def prompts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
     return [tokens[index * step : index * step + length] for index in range(count)]
 
 
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Make the seconds at which requests come, `rate` a second in the mean."""
+    drawn, rate = random.Random(seed), rate * mean(1 / factor for factor in RATES)
+    rates = [rate * RATES[index // CAPACITY % len(RATES)] for index in range(count)]
+    return list(accumulate(map(drawn.expovariate, rates)))
+
+
 def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]:
-    """Serve all bursts with one engine in this process; return the measurements."""
+    """Serve all requests with one engine in this process; return the measurements."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 
@@ -78,29 +99,58 @@ def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]
         return preempt(*call, **kwargs)
 
     scheduler._preempt_request = counted
-    params = SamplingParams(temperature=0, max_tokens=args.answer, ignore_eos=True)
-    count = max(round(load * CAPACITY), 1)
-    texts = prompts(llm.get_tokenizer(), count, args.prompt)
-    first: list[float] = []
-    answers: dict[str, list[int]] = {}
-    reports: list[dict[str, Any]] = []
-    steps, began = 0, time.monotonic()
-    for burst in range(args.bursts):
-        came, waiting = time.monotonic(), set()
-        for index, tokens in enumerate(texts):
-            name = f"{burst}-{index}"
-            waiting.add(name)
-            engine.add_request(name, {"prompt_token_ids": tokens}, params)
-        while engine.has_unfinished_requests():
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=args.answer,
+        ignore_eos=True,
+        logprobs=0 if args.requests else None,
+    )
+    if load == UNLOADED:
+        waves = [[0.0]] * CAPACITY + [[0.0] * CAPACITY]
+    elif args.requests:
+        waves = [arrivals(args.requests, load * args.rate, args.seed)]
+    else:
+        waves = [[0.0] * max(round(load * CAPACITY), 1)] * args.bursts
+    texts = prompts(llm.get_tokenizer(), max(map(len, waves)), args.prompt)
+    ends: dict[str, tuple[float, float]] = {}  # seconds to the first token, and for each further
+    done: dict[str, Any] = {}
+    steps, waves_began = 0, [time.monotonic()]
+    for wave, times in enumerate(waves):
+        began, first, coming = waves_began[-1], dict[str, float](), list(enumerate(times))
+        while coming or engine.has_unfinished_requests():
+            while coming and coming[0][1] <= time.monotonic() - began:
+                index, _ = coming.pop(0)
+                prompt: Any = {"prompt_token_ids": texts[index]}
+                engine.add_request(f"{wave}-{index}", prompt, params)
+            if not engine.has_unfinished_requests():
+                time.sleep(max(coming[0][1] - (time.monotonic() - began), 0))
+                continue
             steps += 1
             for output in engine.step():
-                if output.request_id in waiting:
-                    waiting.remove(output.request_id)
-                    first.append(time.monotonic() - came)
+                name, now = output.request_id, time.monotonic() - began
+                first.setdefault(name, now)
                 if output.finished:
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
-                    reports.append(output.kv_transfer_params or {})
-    seconds = time.monotonic() - began
+                    done[name] = output
+                    came = times[int(name.partition("-")[2])]
+                    rest = (now - first[name]) / max(args.answer - 1, 1)
+                    ends[name] = first[name] - came, rest
+        waves_began.append(time.monotonic())
+    seconds = waves_began[-1] - waves_began[0]
+    if load == UNLOADED:
+        alone = [ends[f"{wave}-0"] for wave in range(1, CAPACITY)]  # the first one warms up
+        return {
+            "first_s": median(first for first, _ in alone),
+            "token_s": median(token for _, token in alone),
+            "rate": CAPACITY / (waves_began[-1] - waves_began[-2]),
+        }
+    answers = {name: list(output.outputs[0].token_ids) for name, output in done.items()}
+    reports = [output.kv_transfer_params or {} for output in done.values()]
+    firsts, tokens = (sorted(column) for column in zip(*ends.values(), strict=True))
+    lost = dict.fromkeys(done, 0.0)
+    for name, output in done.items() if args.requests else ():
+        report = output.kv_transfer_params or {}
+        if report.get("evicted_tokens") or report.get("evicted_after"):
+            lost[name] = lost_nats(llm, output)
     return {
         "variant": variant,
         "load": load,
@@ -108,13 +158,34 @@ def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]
         "seconds": round(seconds, 2),
         "steps": steps,
         "tokens_per_s": round(len(answers) * args.answer / seconds, 1),
-        "first_median_s": round(median(first), 3),
-        "first_p95_s": round(sorted(first)[int(0.95 * (len(first) - 1))], 3),
+        "first_median_s": round(median(firsts), 3),
+        "first_p95_s": round(firsts[int(0.95 * (len(firsts) - 1))], 3),
+        "token_p95_s": round(tokens[int(0.95 * (len(tokens) - 1))], 4),
         "preemptions": preempted,
         "evicted": sum(bool(report.get("evicted_tokens")) for report in reports),
         "lost_share": round(mean(report.get("lost_share", 0.0) for report in reports), 4),
+        "lost_nats": round(mean(lost.values()), 4),
         "answers": answers,
+        "ends": ends,
     }
+
+
+def lost_nats(llm: Any, output: Any) -> float:
+    """Return the mean log probability that an answer's tokens lose with the whole cache."""
+    from vllm import SamplingParams
+
+    answer, length = output.outputs[0].token_ids[:-1], len(output.prompt_token_ids)
+    params = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=0, extra_args={"kv_policy": "full"}
+    )
+    prompt = {"prompt_token_ids": [*output.prompt_token_ids, *answer]}
+    (replay,) = llm.generate([prompt], params, use_tqdm=False)
+    whole = replay.prompt_logprobs[length:]
+    own = output.outputs[0].logprobs
+    return mean(
+        before[token].logprob - then[token].logprob
+        for token, before, then in zip(answer, own, whole, strict=False)
+    )
 
 
 def agreement(answers: dict[str, list[int]], exact: dict[str, list[int]]) -> float:
@@ -129,18 +200,34 @@ def agreement(answers: dict[str, list[int]], exact: dict[str, list[int]]) -> flo
 
 def run_all(args: argparse.Namespace, own: Sequence[str]) -> list[dict[str, Any]]:
     """Run every variant at every load, in turns, each in a process of its own."""
+
+    def run(variant: str, load: float, *more: str) -> Any:
+        command = [sys.executable, "-m", "lab.bursts", *own, *more, "--one", variant, str(load)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{variant} at {load}: {done.stderr[-2000:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
     rows: list[dict[str, Any]] = []
+    more, limits = [], (0.0, 0.0)
+    if args.requests:
+        alone = run("stock", UNLOADED)
+        more = ["--rate", str(args.rate or alone["rate"])]
+        limits = (
+            args.first_limit or SLACK[0] * alone["first_s"],
+            args.token_limit or SLACK[1] * alone["token_s"],
+        )
+        print(json.dumps({"unloaded": alone, "limits": limits, "seed": args.seed}), flush=True)
     for load in args.loads:
-        of_load: dict[str, dict[str, Any]] = {}
-        for variant in args.variants:
-            command = [sys.executable, "-m", "lab.bursts", *own, "--one", variant, str(load)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{variant} at {load}: {done.stderr[-2000:]}")
-            of_load[variant] = json.loads(done.stdout.splitlines()[-1])
+        of_load = {variant: run(variant, load, *more) for variant in args.variants}
         exact = of_load["full" if "full" in of_load else "stock"]["answers"]
         for row in of_load.values():
             row["agreement"] = round(agreement(row.pop("answers"), exact), 4)
+            ends = row.pop("ends").values()
+            if args.requests:
+                good = sum(first <= limits[0] and token <= limits[1] for first, token in ends)
+                row["good"] = round(good / row["requests"], 4)
+                row["good_per_s"] = round(good / row["seconds"], 4)
             print(json.dumps(row), flush=True)
             rows.append(row)
     return rows
@@ -148,7 +235,11 @@ def run_all(args: argparse.Namespace, own: Sequence[str]) -> list[dict[str, Any]
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="python -m lab.bursts", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.bursts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", help="folder of a model; default: the built-in one")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model that evict")
     parser.add_argument("--dtype", default="float32")
@@ -158,6 +249,11 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step, at most")
     parser.add_argument("--bursts", type=int, default=2)
+    parser.add_argument("--requests", type=int, help="of a Poisson process; default: bursts")
+    parser.add_argument("--seed", type=int, default=0, help="of the Poisson process")
+    parser.add_argument("--rate", type=float, help="requests a second at load 1; default: measured")
+    parser.add_argument("--first-limit", type=float, help="seconds; default: see above")
+    parser.add_argument("--token-limit", type=float, help="seconds; default: see above")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1, 2, 4, 8])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "LOAD"), help=argparse.SUPPRESS)

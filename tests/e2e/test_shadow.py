@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,37 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
 
         assert shadow_of(server, "bad", "DELETE") == {"restored": 1}
         assert ask("bad", 5)["kv_policy"] == "random"
+
+
+def test_under_pressure_evicted_answers_alone_are_replayed(tmp_path: Path) -> None:
+    """A burst in a pool for three prompts, then a request that has it for itself."""
+    flags = [*FLAGS[:-1], str(12 << 20), "--max-model-len", "1024", "--kv-evict", "pressure"]
+    with serving(model_path(), *flags, log=tmp_path / "server.log") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        prompt, _ = build_prompt(model_path(), 900)
+
+        def ask(application: str, number: int) -> dict[str, Any]:
+            answer: Any = client.completions.create(
+                model=str(model_path()),
+                prompt=f"Number {number} of {application}. {prompt}",
+                max_tokens=48,
+                temperature=0,
+                extra_body={"ignore_eos": True, "vllm_xargs": {"kv_application": application}},
+            )
+            report: dict[str, Any] = answer.kv_transfer_params
+            return report
+
+        with ThreadPoolExecutor(8) as pool:
+            reports = list(pool.map(partial(ask, "burst"), range(8)))
+        tokens = [48 - min(after) for one in reports if (after := one["evicted_after"])]
+        print(reports[0]["blocks_before"], [one["evicted_after"] for one in reports])
+        assert len(tokens) >= 3, "fewer requests were evicted than the judge needs"
+        assert ask("alone", 9)["evicted_after"] == []
+        sample = 'shadow_requests_total{application="burst",cache="evicted"}'
+        end = time.monotonic() + 120
+        while f"{sample} {len(tokens)}.0" not in (metrics := server.metrics_text()):
+            assert time.monotonic() < end, metrics
+            time.sleep(0.1)
+        compared = 'shadow_tokens_total{application="burst",cache="evicted"}'
+        assert f"{compared} {sum(tokens)}.0" in metrics
+        assert 'application="alone"' not in metrics and 'cache="whole"' not in metrics

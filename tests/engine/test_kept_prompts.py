@@ -22,7 +22,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.methods.r_kv.recent_queries import RecentQueries
+from vllm_pyramid.methods.r_kv.worker import RecentScores
 
 pytestmark = pytest.mark.engine
 
@@ -140,7 +140,9 @@ def test_a_preempted_request_holds_no_slot_for_queries(engine: Engine) -> None:
     jobs = [Job(prompt, greedy(ANSWER)) for prompt in random_prompts([40, 70, 33, 50], seed=9)]
     runner = engine.core.model_executor.driver_worker.worker.model_runner
     (queries,) = (
-        hooks for hooks in runner.pyramid.tracker.hooks.forget if isinstance(hooks, RecentQueries)
+        hooks.queries
+        for hooks in runner.pyramid.tracker.hooks.forget
+        if isinstance(hooks, RecentScores)
     )
     names: list[str] = []
 

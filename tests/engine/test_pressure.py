@@ -197,11 +197,26 @@ def test_a_burst_is_served_without_preemptions(
         **{**SETTINGS, **further},
     )
     jobs = [Job(prompt, greedy(40)) for prompt in random_prompts([400] * 12, seed=7)]
+    pressure = engine.scheduler.pyramid.pressure
+    orders, counts = pressure.orders, []
+
+    def counted(running: Any, *step: Any) -> Any:
+        counts.append((len(running), pressure.totals()["requests_by_level"]))
+        return orders(running, *step)
+
+    pressure.orders = counted
     with count_preemptions(engine) as preemptions:
         found = engine.run(jobs)
+    del pressure.orders
     levels = [one.report["evicted_to"] for one in found]
-    print(preemptions, levels)
+    totals = pressure.totals()
+    print(preemptions, levels, totals)
     assert preemptions["all"] == 0
+    assert totals["ordered_evictions"] == sum(map(len, levels))
+    assert set(totals["requests_by_level"].values()) == {0}
+    assert all(sum(of_level.values()) <= running for running, of_level in counts)
+    for name in ("whole", "50%", "25%", "lowest"):
+        assert any(of_level[name] for _, of_level in counts), name
     assert any(levels) and all(len(one.token_ids) == 40 for one in found)
     assert len({budget for one in levels for budget in one}) >= 2, "one level alone"
     engine.check_whole()

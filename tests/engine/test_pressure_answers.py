@@ -210,7 +210,12 @@ def test_long_answers_are_served_without_preemptions(
         with count_preemptions(engine) as preemptions:
             found = engine.run(jobs)
         preempted.append(preemptions["all"])
-        print(every, preemptions, [one.report["evicted_to"] for one in found])
+        orders = [one.report["evicted_to"] for one in found]
+        totals = engine.scheduler.pyramid.pressure.totals()
+        print(every, preemptions, orders, totals)
+        # Those of requests that were preempted later, too.
+        assert totals["ordered_evictions"] == sum(map(len, orders))
+        assert totals["avoided_preemptions"] > 0
         assert all(len(one.token_ids) == 500 for one in found)
         engine.check_whole()
     assert preempted[0] > 0 and preempted[1] == 0

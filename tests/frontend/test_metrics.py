@@ -35,6 +35,7 @@ def test_replicas_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = Lines(logging.INFO)
     one, two = 100, 101  # no engine of another test
     served = {"pool_blocks": 99, "policy": ["snapkv", "12%"], "turns": {"resumed": 3, "differs": 1}}
+    served |= {"avoided_preemptions": 2, "requests_by_level": {"whole": 3, "lowest": 1}}
     steps = [
         (one, None, {**_totals(1, [2, 3], [4, 4]), **served}),
         (two, None, _totals(5, [6, 7], [1, 0])),
@@ -65,6 +66,8 @@ def test_replicas_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
             assert value("tokens_evicted_total", engine, layer=str(layer)) == 16 * blocks
     assert value("pool_blocks", one) == 99 and value("pool_blocks", two) is None
     assert value("policy_info", one, policy="snapkv", budget="12%") == 1
+    assert value("avoided_preemptions_total", one) == 2
+    assert [value("requests_by_level", one, level=name) for name in ("whole", "lowest")] == [3, 1]
     assert [value("blocks_held", two, layer=layer) for layer in "01"] == [2, 1]
     assert [value("tokens_held", one, layer=layer) for layer in "01"] == [0, 0]
     # The first engine's line does not keep the second one's away.

@@ -181,6 +181,9 @@ def test_a_replay_waits_for_an_idle_engine_and_gives_way(monkeypatch: pytest.Mon
         report = {"evicted_tokens": 5}
         known.on_finished(MAIL, FinishedRequest([1] * 400, [2] * 41, -41 * 0.25, report))
         known.on_finished("full", FinishedRequest([1] * 9, [2] * 9, None, report))
+        for after in ([], [41]):  # under pressure: all is the whole cache's
+            kept = {"evicted_tokens": 0, "evicted_after": after}
+            known.on_finished(MAIL, FinishedRequest([1] * 400, [2] * 41, None, kept))
         await asyncio.sleep(0.02)
         assert engine.started == 0, "another request runs"
         engine.output_processor.request_states.clear()
@@ -197,6 +200,12 @@ def test_a_replay_waits_for_an_idle_engine_and_gives_way(monkeypatch: pytest.Mon
         (found,) = known.judge._applications[MAIL].recent
         assert found.tokens == 40 and found.agreed == 20
         assert found.lost == pytest.approx(41 * 0.25) and found.logprobs == 41
+        later = {"evicted_tokens": 0, "evicted_after": [11, 30]}  # preempted behind its evictions
+        known.on_finished(MAIL, FinishedRequest([1] * 400, [2] * 41, None, later))
+        while len(metrics.added) < 2:
+            await asyncio.sleep(0.001)
+        assert metrics.added[1] == ("mail", True)
+        assert known.judge._applications[MAIL].recent[1][:2] == (30, 15)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -161,10 +161,11 @@ def test_levels_behind_steps_chunks_orders_and_a_restart(monkeypatch: pytest.Mon
     worker.step({"a": 1, "c": 4})
     assert {name: point for name, (point, _) in late.take_losses().items()} == {"c": 161}
     _check(worker, late, queries, "c", 161)
-    assert not worker.failed and late._num_places == len(late._free) + len(late._places)
+    slots = late._queries
+    assert not worker.failed and slots.num_slots == len(slots._free) + len(slots._slots)
     for name in PROMPTS:
         worker.tracker.remove(name)
-    assert len(late._free) == late._num_places and not (late._points or late._ends)
+    assert len(slots._free) == slots.num_slots and not (slots._slots or late._ends)
 
 
 def test_a_request_without_a_place_keeps_its_levels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +178,11 @@ def test_a_request_without_a_place_keeps_its_levels(monkeypatch: pytest.MonkeyPa
     assert late.bytes_of_buffers() == 2 * of_each
     worker.step(PROMPTS)
     late.take_losses()
-    for _ in range(EVERY):
+    for count in range(EVERY):
         assert late.take_losses() == {}
         worker.step(dict.fromkeys(PROMPTS, 1))
+        # Ranks tell one another of failures at points alone.
+        assert late.may_fail(worker.tracker.step) == (count == EVERY - 1)
     found = late.take_losses()
     assert {name: point for name, (point, _) in found.items()} == {"a": 90, "b": 65}
     assert late._requests["c"].point == 101, "the levels of its prompt"
@@ -202,7 +205,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: s
             eager.append(late.without_graphs(requests, np.zeros(len(requests), np.int64)))
             worker.step(dict.fromkeys(PROMPTS, 1))
     assert device.waits == []
-    kept = late._queries
+    kept = late._queries.count
     assert eager == [False] * (EVERY - kept) + [True] * kept + [False] * 2
     monkeypatch.undo()
     host = Host()

@@ -72,6 +72,10 @@ class PolicyMetrics:
         vllm_pyramid:ordered_evictions_total  evictions ordered because the pool lacked blocks
         vllm_pyramid:ordered_to_floor_total   of these, those to the policy's budget
         vllm_pyramid:ordered_loss_total       shares of their scores that prompts lost, summed up
+        vllm_pyramid:avoided_preemptions_total  steps for which running requests lacked blocks and
+                                              ordered evictions freed as many
+        vllm_pyramid:requests_by_level        running requests that orders can evict (and the label
+                                              level: `whole`, a share, or `lowest`)
 
     With a host cache (labels: engine): those of `HostCacheMetrics`.
     """
@@ -123,6 +127,12 @@ class PolicyMetrics:
             ["engine", "policy", "budget"],
             multiprocess_mode="mostrecent",
         )
+        self.by_level = Gauge(
+            "vllm_pyramid:requests_by_level",
+            "Running requests that orders can evict, by the level to which they were evicted.",
+            ["engine", "level"],
+            multiprocess_mode="mostrecent",
+        )
         self.v_bytes = Counter(
             "vllm_pyramid:v_bytes",
             "Bytes of V written to host memory, and of its rows that attention read there.",
@@ -138,6 +148,10 @@ class PolicyMetrics:
                 ("ordered_evictions", "Evictions ordered because the pool lacked blocks."),
                 ("ordered_to_floor", "Ordered evictions to the policy's budget."),
                 ("ordered_loss", "Shares of their scores that prompts lost by these, summed up."),
+                (
+                    "avoided_preemptions",
+                    "Steps for which running requests lacked blocks until orders.",
+                ),
             )
         }
         self.failed_requests = Counter(
@@ -213,6 +227,8 @@ class PolicyMetrics:
             self.pool_blocks.labels(label).set(now["pool_blocks"])
         if "policy" in now:
             self.policy.labels(label, *now["policy"]).set(1)
+        for level, count in now.get("requests_by_level", {}).items():
+            self.by_level.labels(label, level).set(count)
         if "other_blocks_held" in now:
             self.other_blocks.labels(label).set(now["other_blocks_held"])
         if "host_cache" in now:

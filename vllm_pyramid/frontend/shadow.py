@@ -74,6 +74,7 @@ def shadow_of(processor: InputProcessor) -> Shadow | None:
 class _Job:
     key: Key
     finished: FinishedRequest
+    first: int
     tries: int = 0
 
 
@@ -170,12 +171,15 @@ class Shadow:
     def on_finished(self, note: Key | str, finished: FinishedRequest) -> None:
         """Let a sampled request be replayed when the engine is idle."""
         length = len(finished.prompt) + len(finished.answer)
-        if not isinstance(note, Key) or len(finished.answer) < 2 or length >= self._max_len:
+        first = first_compared(finished.report)
+        if not isinstance(note, Key) or first is None or length >= self._max_len:
+            return
+        if len(finished.answer) <= first:
             return
         if len(self._queue) >= MAX_QUEUED:
             self._metrics.drop("queue")
             return
-        self._queue.append(_Job(note, finished))
+        self._queue.append(_Job(note, finished, first))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.get_running_loop().create_task(self._run())
 
@@ -187,7 +191,7 @@ class Shadow:
                 await asyncio.sleep(_POLL_S)
                 continue
             job = self._queue.popleft()
-            self._replay = asyncio.ensure_future(compare(client, job.finished))
+            self._replay = asyncio.ensure_future(compare(client, job.finished, job.first))
             try:
                 await asyncio.wait({self._replay})
                 self._take(job, self._replay)
@@ -207,7 +211,8 @@ class Shadow:
             logger.warning("kv-shadow: a replay has failed: %s: %s", type(error).__name__, error)
             self._metrics.drop("failed")
         else:
-            evicted = bool(job.finished.report.get("evicted_tokens"))
+            report = job.finished.report
+            evicted = bool(report.get("evicted_tokens") or report.get("evicted_after"))
             self.judge.add(job.key, replay.result(), evicted=evicted)
 
 
@@ -231,11 +236,20 @@ def can_be_compared(request: Any) -> bool:
     )
 
 
-async def compare(engine_client: Any, finished: FinishedRequest) -> Comparison:
-    """Replay an answer with the whole cache.
+def first_compared(report: dict[str, Any]) -> int | None:
+    """Return the first token of an answer that is not the whole cache's; None: all are.
 
-    The first token is not compared, which every policy that evicts at the prompt's end takes from
-    the whole cache. A salt of its own keeps the replay apart from the prefixes of requests.
+    A policy that evicts at the prompt's end takes the answer's first token from the whole cache;
+    under pressure, all tokens before the first eviction are from there.
+    """
+    evicted_after: list[int] = report.get("evicted_after", [1])
+    return evicted_after[0] if evicted_after else None
+
+
+async def compare(engine_client: Any, finished: FinishedRequest, first: int) -> Comparison:
+    """Replay an answer with the whole cache, and compare its tokens from `first` on.
+
+    A salt of its own keeps the replay apart from the prefixes of requests.
     """
     _REPLAYS.set(True)
     params = SamplingParams(
@@ -256,8 +270,8 @@ async def compare(engine_client: Any, finished: FinishedRequest) -> Comparison:
     found = [
         row[token] for token, row in zip(finished.answer, rows[len(finished.prompt) :], strict=True)
     ]
-    agreed = sum(entry.rank == 1 for entry in found[1:])
+    agreed = sum(entry.rank == 1 for entry in found[first:])
     if finished.logprob is None:
-        return Comparison(len(found) - 1, agreed)
+        return Comparison(len(found) - first, agreed)
     lost = finished.logprob - sum(entry.logprob for entry in found)
-    return Comparison(len(found) - 1, agreed, lost, len(found))
+    return Comparison(len(found) - first, agreed, lost, len(found))

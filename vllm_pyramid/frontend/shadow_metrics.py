@@ -53,7 +53,7 @@ class ShadowMetrics:
 
     Metrics (labels: application, cache: `evicted`, or `whole` for requests that evicted nothing):
         vllm_pyramid:shadow_requests_total          answers that were compared
-        vllm_pyramid:shadow_tokens_total            their tokens, without the first one of each
+        vllm_pyramid:shadow_tokens_total            their tokens behind the first eviction
         vllm_pyramid:shadow_agreed_tokens_total     those that the whole cache finds likeliest, too
         vllm_pyramid:shadow_logprob_tokens_total    tokens of answers with log probabilities
         vllm_pyramid:shadow_lost_nats_total         log probability that they lose with the whole

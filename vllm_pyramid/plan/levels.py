@@ -47,11 +47,13 @@ class LevelPlan(RetentionPlan):
     Attributes:
         levels: what an order may keep of the prompt, from the most tokens to the fewest; each is a
             point at the prompt's end.
+        numbers: of each level among those that the schedule has; some have no effect here.
         answers: generated tokens after which tokens get levels again; 0: they never do.
         longer: returns the plan of a prompt of that many tokens, whose levels are those of there.
     """
 
     levels: tuple[EvictionPoint, ...] = ()
+    numbers: tuple[int, ...] = ()
     answers: int = 0
     longer: Callable[[int], RetentionPlan] | None = None
     waits_for_orders: ClassVar[Literal[True]] = True
@@ -75,12 +77,18 @@ class LevelPlan(RetentionPlan):
         if not floor.skip.any():
             none = cls((whole,), answers=answers, longer=longer)
             return none if answers else RetentionPlan((floor,))
-        found = [floor]
-        for level in reversed(above):
-            fewer = level.skip < found[-1].skip
-            if level.skip.any() and fewer.any() and (level.skip <= found[-1].skip).all():
-                found.append(level)
-        return cls((whole,), levels=tuple(reversed(found)), answers=answers, longer=longer)
+        found, numbers = [floor], [len(above)]
+        for number, level in reversed(list(enumerate(above))):
+            fewer = level.skip < found[0].skip
+            if level.skip.any() and fewer.any() and (level.skip <= found[0].skip).all():
+                found, numbers = [level, *found], [number, *numbers]
+        return cls(
+            (whole,),
+            levels=tuple(found),
+            numbers=tuple(numbers),
+            answers=answers,
+            longer=longer,
+        )
 
     @cached_property
     def evicts(self) -> bool:
@@ -118,6 +126,11 @@ class LevelPlan(RetentionPlan):
         """
         levels = self._of_length(point).levels
         return levels if skip is None else [_beyond(level, skip) for level in levels]
+
+    def number_of(self, order: Order) -> int:
+        """Return which level of the schedule an order is to."""
+        point, level = order
+        return self._of_length(point).numbers[level]
 
     def ordered(self, orders: Sequence[Order]) -> RetentionPlan:
         """Return the plan of a request that has been given these orders, one after another."""

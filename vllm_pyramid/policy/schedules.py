@@ -224,7 +224,6 @@ class PressureSchedule(Schedule):
         return {
             Feature.KV_TURNS: "it evicts when blocks are missing, not where a turn ends",
             Feature.TRACE: "what a request keeps is not known at its prompt's end",
-            Feature.SHADOW: "an answer may be evicted from at any token, or not at all",
             **(_WITH_ANSWERS if self.answers else {}),
         }
 

@@ -115,6 +115,7 @@ class PolicyScheduler:
         if self.policy.schedule.waits_for_orders:
             self.pressure = Pressure(
                 coordinator,
+                [str(budget) for budget in self.policy.schedule.budgets_above],
                 steps_ahead=config.max_concurrent_batches + 1,
                 tokens_per_step=1 + engine.num_spec_tokens + engine.num_lookahead_tokens,
             )

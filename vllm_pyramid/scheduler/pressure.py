@@ -18,91 +18,30 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.side_channel import LEVELS
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.orders import OrderedBlocks
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
-from vllm_pyramid.plan import (
-    EvictionPoint,
-    LateEviction,
-    LevelPlan,
-    Order,
-    Plan,
-    RetentionPlan,
-)
+from vllm_pyramid.plan import LateEviction, LevelPlan, Plan, RetentionPlan
+from vllm_pyramid.scheduler.levelled import Levelled, Numbers
 from vllm_pyramid.step.hooks import SchedulerHooks
-
-Numbers = npt.NDArray[np.int64]
 
 # Of the pool: what orders free beyond what is missing, so that not every step orders some.
 SPARE = 1 / 64
-
-
-@dataclass(slots=True)
-class _Levelled:
-    """A running request whose tokens have levels.
-
-    Attributes:
-        record: its progress; it has another one after a preemption, and then no levels yet.
-        point: the tokens up to which it has levels.
-        levels: what each of them keeps. losses: the share of its scores that each loses.
-        orders: those that it has been given, one after another.
-        generated: how many tokens it had generated at each of these orders.
-        lost: the share of its scores that the last one lost.
-        pending: `[stages]` blocks that the last order frees once it is reported; None: none do.
-    """
-
-    record: SchedulerRequest
-    point: int = 0
-    levels: Sequence[EvictionPoint] = ()
-    losses: Sequence[float] = ()
-    orders: list[Order] = field(default_factory=list)
-    generated: list[int] = field(default_factory=list)
-    lost: float = 0.0
-    pending: Numbers | None = None
-
-    @property
-    def plan(self) -> LevelPlan:
-        """The plan that it came with."""
-        plan = self.record.terms.plan
-        assert isinstance(plan, LevelPlan)
-        return plan
-
-    @property
-    def now(self) -> int:
-        """The level that it has been ordered to, of those that it has; -1: none."""
-        return self.orders[-1][1] if self.orders and self.orders[-1][0] == self.point else -1
-
-    def ordered(self) -> RetentionPlan:
-        """Return the plan of its orders."""
-        return self.plan.ordered(self.orders)
-
-    def may_evict(self, request: Request) -> bool:
-        """Return whether its levels are those that the worker has when an order comes there.
-
-        Not before its prompt is processed, nor while a step is under way in which it gets others.
-        """
-        processed = request.num_computed_tokens - request.num_in_flight_tokens
-        if processed < request.num_prompt_tokens or self.pending is not None:
-            return False
-        by = self.plan.point_by
-        return by(processed) == by(request.num_computed_tokens)
 
 
 class Pressure(SchedulerHooks):
     """What a scheduler knows of levels, and the orders that it gives.
 
     Args:
-        coordinator: the blocks. steps_ahead: steps that are scheduled before the blocks of an order
-            come back. tokens_per_step: of a request that generates, at most.
+        coordinator: the blocks. levels: the schedule's, by name. steps_ahead: steps that are
+            scheduled before the blocks of an order come back. tokens_per_step: of a request that
+            generates, at most.
 
     Attributes:
         blocks: what orders do to blocks.
@@ -112,18 +51,25 @@ class Pressure(SchedulerHooks):
     starts_anew = True
 
     def __init__(
-        self, coordinator: LockstepCoordinator, *, steps_ahead: int, tokens_per_step: int
+        self,
+        coordinator: LockstepCoordinator,
+        levels: Sequence[str],
+        *,
+        steps_ahead: int,
+        tokens_per_step: int,
     ) -> None:
+        self._names = ("whole", *levels, "lowest")
         self._coordinator, self.blocks = coordinator, OrderedBlocks(coordinator)
         self._ahead = steps_ahead * tokens_per_step
         stages = coordinator.layer_blocks.stages
         self._spare = int(SPARE * coordinator.block_pool.num_gpu_blocks)
         self._pending: Numbers = np.zeros(len(stages), np.int64)
-        self._requests: dict[str, _Levelled] = {}
+        self._requests: dict[str, Levelled] = {}
         units = cdiv(tokens_per_step, coordinator.layer_blocks.unit)
         self._of_step = max(coordinator.layer_blocks.missing(0, units))
         self._calm = 0  # steps that cannot lack blocks, unless a request starts
-        self._orders, self._to_floor, self._lost = 0, 0, 0.0
+        self._orders, self._to_floor, self._lost, self._avoided = 0, 0, 0.0, 0
+        self._by_level: dict[str, int] | None = None  # requests; None: to be counted anew
 
     @property
     def is_pending(self) -> bool:
@@ -164,7 +110,8 @@ class Pressure(SchedulerHooks):
         with_tokens = [request for request in running if request.request_id in scheduled]
         chosen, is_enough = self._choose(with_tokens, lacking + to_start)
         if not is_enough and to_start:  # it would wait all the same
-            chosen, _ = self._choose(with_tokens, lacking)
+            chosen, is_enough = self._choose(with_tokens, lacking)
+        self._avoided += is_enough and bool((lacking > 0).any())
         return {
             request.request_id: self._order(request, level, freed)
             for request, level, freed in chosen
@@ -233,7 +180,7 @@ class Pressure(SchedulerHooks):
     @staticmethod
     def _add_steps(
         steps: list[tuple[float, int, int, int]],
-        levelled: _Levelled,
+        levelled: Levelled,
         freed: dict[tuple[int, int], Numbers],
         age: int,
         now: int,
@@ -253,12 +200,14 @@ class Pressure(SchedulerHooks):
         self._lost += levelled.losses[level] - before
         levelled.orders.append((levelled.point, level))
         levelled.lost = levelled.losses[level]
-        levelled.generated.append(request.num_output_tokens)
-        levelled.pending = freed
+        levelled.level = levelled.plan.number_of(levelled.orders[-1])
+        levelled.pending, self._by_level = freed, None
         self._pending += freed
         self._orders += 1
         self._to_floor += level + 1 == len(levelled.losses)
-        blocks = self.blocks.order(request.request_id, levelled.ordered())
+        plan = levelled.ordered()
+        levelled.evictions.append((request.num_output_tokens, plan.end.budget_tokens))
+        blocks = self.blocks.order(request.request_id, plan)
         return LateEviction(tuple(levelled.orders), blocks)
 
     # Reports --------------------------------------------------------------------------------------
@@ -266,16 +215,15 @@ class Pressure(SchedulerHooks):
     def on_step_report(self, report: Any, is_alive: Callable[[str], bool]) -> None:
         """Take the losses of requests that have got levels."""
         records = self._coordinator.plans.records
+        self._drop_preempted()
+        self._by_level = None
         for request_id, (point, losses) in report.items():
             record = records.get(request_id)
             if record is None or not is_alive(request_id) or not record.num_blocks:
                 continue
             if not isinstance(record.terms.plan, LevelPlan):
                 continue
-            levelled = self._requests.get(request_id)
-            if levelled is None or levelled.record is not record:
-                self._drop(request_id)
-                levelled = self._requests[request_id] = _Levelled(record)
+            levelled = self._requests.setdefault(request_id, Levelled(record))
             skip = levelled.ordered().end.skip if levelled.orders else None
             levelled.point, levelled.losses = point, losses
             levelled.levels = levelled.plan.levels_at(point, skip)
@@ -291,35 +239,42 @@ class Pressure(SchedulerHooks):
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """Return when the request was evicted, and to how many tokens: nothing if it never was."""
         levelled = self._drop(request_id)
-        if levelled is None:
-            return {"kv_evict": "pressure", "evicted_after": [], "evicted_to": []}
-        points = levelled.ordered().points if levelled.orders else ()
+        evictions = levelled.evictions if levelled is not None else []
         return {
             "kv_evict": "pressure",
-            "evicted_after": levelled.generated,
-            "evicted_to": [point.budget_tokens for point in points],
-            **({"lost_share": round(levelled.lost, 4)} if points else {}),
+            "evicted_after": [generated for generated, _ in evictions],
+            "evicted_to": [tokens for _, tokens in evictions],
+            **({"lost_share": round(levelled.lost, 4)} if levelled and evictions else {}),
         }
 
     def totals(self) -> dict[str, Any]:
+        if self._by_level is None:
+            levels = [one.level for one in self._requests.values() if one.levels]
+            self._by_level = {
+                name: levels.count(level) for level, name in enumerate(self._names, start=-1)
+            }
         return {
             "ordered_evictions": self._orders,
             "ordered_to_floor": self._to_floor,
             "ordered_loss": self._lost,
+            "avoided_preemptions": self._avoided,
+            "requests_by_level": self._by_level,
         }
 
-    def _drop(self, request_id: str) -> _Levelled | None:
+    def _drop(self, request_id: str) -> Levelled | None:
         levelled = self._requests.pop(request_id, None)
+        self._by_level = None
         if levelled is not None and levelled.pending is not None:
             self._pending -= levelled.pending
         return levelled
 
     def _drop_preempted(self) -> None:
+        """Forget the levels of requests that have been preempted, though not their evictions."""
         records = self._coordinator.plans.records
-        gone = [
-            request_id
-            for request_id, levelled in self._requests.items()
-            if records.get(request_id) is not levelled.record
-        ]
-        for request_id in gone:
-            self._drop(request_id)
+        for request_id, levelled in list(self._requests.items()):
+            if (record := records.get(request_id)) is not levelled.record:
+                self._drop(request_id)
+                if record is not None and levelled.evictions:
+                    self._requests[request_id] = Levelled(
+                        record, evictions=levelled.evictions, lost=levelled.lost
+                    )

@@ -288,7 +288,7 @@ class WorkerRuntime:
         step, failures = self.tracker.step, self.tracker.failures
         evictions = step.evictions
         # All ranks have the same requests and evictions, so all of them call it, or none.
-        if self.tracker.hooks.in_steps and step.requests:
+        if step.requests and self.tracker.hooks.may_fail(step):
             failures.sum_over_ranks(step.request_ids, self._ranks, self._device)
         elif evictions is not None:
             failures.sum_over_ranks(evictions.request_ids, self._ranks, self._device)

@@ -38,6 +38,10 @@ def busy() -> str:
         name = f'vllm_pyramid:blocks_held{{engine="0",layer="{layer}"}}'
         assert f"{name} 0.0" in text
         text = text.replace(f"{name} 0.0", f"{name} {blocks}.0")
+    kind = "# TYPE vllm_pyramid:requests_by_level gauge\n"
+    levels = (("whole", 2), ("50%", 0), ("lowest", 1))
+    sample = 'vllm_pyramid:requests_by_level{{engine="0",level="{}"}} {}\n'
+    text = text.replace(kind, kind + "".join(sample.format(*one) for one in levels))
     return text.replace('reason="scores"} 0.0', 'reason="scores"} 1.0')
 
 
@@ -90,7 +94,8 @@ def test_a_frame_since_the_start() -> None:
     out = text_of([Reading("http://a:8000", 0.0, parse(busy()))])
     line = next(line for line in out.splitlines() if "pyramidkv 64" in line)
     assert "81% 13,200/16,383" in line and "64%" in line
-    assert line.split()[-8:] == ["3", "2", "64%", "13", "612", "124", "1", "1"]
+    assert "3 (2 whole, 1 lowest)" in line
+    assert line.split()[-7:] == ["2", "64%", "13", "612", "124", "1", "1"]
     layers = next(line for line in out.splitlines() if "4,000" in line)
     assert "█" in layers and layers.split()[-2:] == ["4,000", "0"]
 

@@ -107,9 +107,9 @@ class RKVScorer(Scorer):
             )
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
-        from vllm_pyramid.methods.r_kv.recent_queries import RecentQueries
+        from vllm_pyramid.methods.r_kv.worker import RecentScores
 
-        return RecentQueries(policy, self, context)
+        return RecentScores(policy, self, context)
 
 
 def redundancy_of(keys: torch.Tensor, threshold: float) -> torch.Tensor:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pyramid.step.hooks.cache import CacheHooks
 from vllm_pyramid.step.hooks.eviction import EvictionHooks
 from vllm_pyramid.step.hooks.layer import LayerHooks
 from vllm_pyramid.step.hooks.step import StepHooks
 from vllm_pyramid.step.hooks.worker import WorkerHooks
+
+if TYPE_CHECKING:
+    from vllm_pyramid.step.step import Step
 
 H = TypeVar("H", bound=WorkerHooks)
 
@@ -29,7 +32,6 @@ class MethodHooks:
         decides: the hooks that decide the lengths of deferred evictions, or None.
         in_layers: whether a step without evictions calls any hook around a layer's attention.
         in_evictions: whether an eviction calls any hook.
-        in_steps: whether it calls any hook at all, so that requests can fail in it.
 
     Raises:
         ValueError: two methods want to score the same evictions, or to decide their lengths.
@@ -54,7 +56,10 @@ class MethodHooks:
         self.attend = self._overriding(LayerHooks, "attend")
         self.after_attention = self._overriding(LayerHooks, "after_attention")
         self.in_layers = bool(self.before_attention or self.attend or self.after_attention)
-        self.in_steps = bool(self.in_layers or self.after_write or self.begin_step or self.end_step)
+        self._in_steps = (
+            *(*self.begin_step, *self.after_write, *self.before_attention),
+            *(*self.attend, *self.after_attention, *self.end_step),
+        )
         self.before_compact = self._overriding(EvictionHooks, "before_compact")
         self.after_compact = self._overriding(EvictionHooks, "after_compact")
         self.after_eviction = self._overriding(EvictionHooks, "after_eviction")
@@ -72,6 +77,10 @@ class MethodHooks:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def may_fail(self, step: Step) -> bool:
+        """Return whether requests may have failed in a step, the same on all ranks."""
+        return any(one.may_fail(step) for one in self._in_steps)
 
     def _overriding(self, protocol: type[H], function: str) -> tuple[H, ...]:
         base: Callable[..., Any] = getattr(protocol, function)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from vllm_pyramid.step.step import Step
     from vllm_pyramid.step.trace import TraceWriter
 
 
@@ -23,6 +24,14 @@ class WorkerHooks:
     name: str = ""
     trace: TraceWriter | None = None
     asks_ranks: ClassVar[bool] = False
+
+    def may_fail(self, step: Step) -> bool:
+        """Return whether a request may have failed in a step because of these hooks.
+
+        The ranks then tell one another, so all of them must return the same. Asked at the end of a
+        step, of hooks that work in steps without evictions.
+        """
+        return True
 
     @property
     def label(self) -> str:

@@ -65,7 +65,7 @@ def _cells(engine: EngineSample, old: EngineSample | None, seconds: float | None
     return [
         Text(policy),
         _pool(engine),
-        Text(f"{engine.of('running'):.0f}"),
+        _running(engine),
         Text(f"{engine.of('waiting'):.0f}"),
         _hits(engine, old),
         count("evictions"),
@@ -74,6 +74,13 @@ def _cells(engine: EngineSample, old: EngineSample | None, seconds: float | None
         Text(f"{engine.of('preemptions'):,.0f}", "yellow" * bool(engine.of("preemptions"))),
         Text(f"{failed:,.0f}", "bold red" * bool(failed)),
     ]
+
+
+def _running(engine: EngineSample) -> Text:
+    """Return how many requests run, and of those that orders can evict how many at each level."""
+    by_level = engine.parts.get("by_level", {}).items()
+    levels = ", ".join(f"{count:.0f} {level}" for level, count in by_level if count)
+    return Text(f"{engine.of('running'):.0f}" + f" ({levels})" * bool(levels))
 
 
 def _pool(engine: EngineSample) -> Text:

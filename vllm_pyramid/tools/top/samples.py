@@ -24,13 +24,14 @@ SIMPLE = {
     "dropped_reports": "vllm_pyramid:dropped_reports_total",
     "dropped_traces": "vllm_pyramid:dropped_traces_total",
 }
-# Numbers of each layer, or of each reason.
+# Numbers of each layer, reason or level.
 PARTS = {
     "blocks_held": ("vllm_pyramid:blocks_held", "layer"),
     "tokens_held": ("vllm_pyramid:tokens_held", "layer"),
     "blocks_freed": ("vllm_pyramid:blocks_freed_total", "layer"),
     "tokens_evicted": ("vllm_pyramid:tokens_evicted_total", "layer"),
     "failed": ("vllm_pyramid:failed_requests_total", "reason"),
+    "by_level": ("vllm_pyramid:requests_by_level", "level"),
 }
 POLICY = "vllm_pyramid:policy_info"
 _TIMEOUT_S = 5.0
@@ -43,7 +44,7 @@ class EngineSample:
     Attributes:
         policy, budget: what it was started with; None without a policy.
         values: by the names of `SIMPLE`; what the server does not export is missing.
-        parts: by the names of `PARTS`, the number of each layer or reason.
+        parts: by the names of `PARTS`, the number of each layer, reason or level.
     """
 
     policy: str | None = None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler knows of a request whose tokens have levels (`PressureSchedule`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.request import Request
+
+from vllm_pyramid.kv_cache.request_record import SchedulerRequest
+from vllm_pyramid.plan import EvictionPoint, LevelPlan, Order, RetentionPlan
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Levelled:
+    """A running request whose tokens have levels.
+
+    Attributes:
+        record: its progress; it has another one after a preemption, and then no levels yet.
+        point: the tokens up to which it has levels.
+        levels: what each of them keeps. losses: the share of its scores that each loses.
+        orders: those that it has been given, one after another.
+        evictions: how many tokens it had generated at each order, and the mean that a layer kept;
+            those before a preemption, too.
+        level: of the schedule, to which it has been ordered last; -1: it is whole.
+        lost: the share of its scores that the last order lost.
+        pending: `[stages]` blocks that the last order frees once it is reported; None: none do.
+    """
+
+    record: SchedulerRequest
+    point: int = 0
+    levels: Sequence[EvictionPoint] = ()
+    losses: Sequence[float] = ()
+    orders: list[Order] = field(default_factory=list)
+    evictions: list[tuple[int, int]] = field(default_factory=list)
+    level: int = -1
+    lost: float = 0.0
+    pending: Numbers | None = None
+
+    @property
+    def plan(self) -> LevelPlan:
+        """The plan that it came with."""
+        plan = self.record.terms.plan
+        assert isinstance(plan, LevelPlan)
+        return plan
+
+    @property
+    def now(self) -> int:
+        """The level that it has been ordered to, of those that it has; -1: none."""
+        return self.orders[-1][1] if self.orders and self.orders[-1][0] == self.point else -1
+
+    def ordered(self) -> RetentionPlan:
+        """Return the plan of its orders."""
+        return self.plan.ordered(self.orders)
+
+    def may_evict(self, request: Request) -> bool:
+        """Return whether its levels are those that the worker has when an order comes there.
+
+        Not before its prompt is processed, nor while a step is under way in which it gets others.
+        """
+        processed = request.num_computed_tokens - request.num_in_flight_tokens
+        if processed < request.num_prompt_tokens or self.pending is not None:
+            return False
+        by = self.plan.point_by
+        return by(processed) == by(request.num_computed_tokens)
