@@ -88,10 +88,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "go first. Default: as much as --kv-host-cache.",
     },
     "kv_turn_mode": {
-        "metavar": "resume|exact",
+        "metavar": "auto|resume|exact",
         "help": "How a request with kv_turns continues that does not say it (kv_turn_mode): "
         "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
-        "evicted as if it had no earlier turns. Default: resume.",
+        "evicted as if it had no earlier turns; 'auto' as it computes fewer tokens. Default: auto.",
     },
     "kv_session_ttl": {
         "metavar": "SECONDS",

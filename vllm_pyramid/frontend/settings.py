@@ -7,7 +7,7 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
      "kv_policy_args": {"beta": 14}, "kv_evict": "pressure", "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
      "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
-     "kv_turn_mode": "resume", "kv_session_ttl": 3600}
+     "kv_turn_mode": "auto", "kv_session_ttl": 3600}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -33,7 +33,7 @@ from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
-from vllm_pyramid.policy.request_keys import EXACT, RESUME, parse_turn_mode
+from vllm_pyramid.policy.request_keys import AUTO_MODE, EXACT, parse_turn_mode
 from vllm_pyramid.policy.served_settings import (
     DEFAULT_SESSION_TTL,
     NO_POLICY,
@@ -109,7 +109,7 @@ class KVSettings:
         kv_host_cache_dir: folder in which that survives a restart; None for none.
         kv_host_cache_dir_gib: the most GiB of its files; None for as many as `kv_host_cache`.
         kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
-            None for `resume`.
+            None for `auto`.
         kv_session_ttl: seconds after which a session that is not used is forgotten; None for
             `DEFAULT_SESSION_TTL`.
         kv_session_from: what names a request's session besides `kv_session`; None: nothing.
@@ -205,7 +205,7 @@ class KVSettings:
             check_shadow(self, self._loaded_policy, self._overrides)
         if self.kv_keep is not None:
             self._check_keep(self._loaded_policy)
-        if sources is not None and self._turn_mode == RESUME:
+        if sources is not None and self._turn_mode != EXACT:
             refuse(self._loaded_policy, {Feature.KV_TURNS: "--kv-session-from"})
         if self.kv_min_tokens and not self._loaded_policy.has_budget:
             own = "gives each KV head a length of its own"
@@ -274,7 +274,7 @@ class KVSettings:
     def _turn_mode(self) -> str:
         schedule = self._loaded_policy.schedule
         is_exact = schedule.waits_for_orders or schedule.keeps_prompts
-        return self.kv_turn_mode or (EXACT if is_exact else RESUME)
+        return self.kv_turn_mode or (EXACT if is_exact else AUTO_MODE)
 
     @cached_property
     def _overrides(self) -> RequestOverrides:
