@@ -170,7 +170,8 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
 
         request_bodies.install(check_body)
         stream_reports.install()
-
+    elif settings.kv_anchor:
+        raise ValueError("--kv-anchor changes HTTP bodies, so it is for vllm serve: leave it out")
     if served.shadow is not None:
         _check_shadow(config, is_server=page_server.is_server())
     if served.page or page_server.is_server():

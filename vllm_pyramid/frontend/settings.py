@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from vllm_pyramid.frontend.anchor import parse_anchor
 from vllm_pyramid.frontend.setting_values import (
     bytes_of,
     check_folder,
@@ -67,9 +68,9 @@ REPORT_KEY = "kv_report_cached"
 PAGE_KEY = "kv_page"
 # The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
-# The flag `--kv-session-from` of a server.
-SESSION_KEY = "kv_session_from"
-_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, SESSION_KEY, *SHADOW_KEYS)
+# The flags `--kv-session-from` and `--kv-anchor` of a server.
+SESSION_KEY, ANCHOR_KEY = "kv_session_from", "kv_anchor"
+_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, SESSION_KEY, ANCHOR_KEY, *SHADOW_KEYS)
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
@@ -112,6 +113,7 @@ class KVSettings:
             None for `auto`.
         kv_session_ttl: seconds after which a session that is not used is forgotten; None for
             `DEFAULT_SESSION_TTL`.
+        kv_anchor: lines that are left out of system prompts (`parse_anchor`); None: none.
         kv_session_from: what names a request's session besides `kv_session`; None: nothing.
         kv_report_cached: whether each response says what the cache held for its request.
         kv_page: whether the API server shows the live page.
@@ -135,6 +137,7 @@ class KVSettings:
     kv_host_cache_dir_gib: float | str | None = None
     kv_turn_mode: str | None = None
     kv_session_ttl: float | str | None = None
+    kv_anchor: Sequence[str] | str | None = None
     kv_session_from: Sequence[str] | str | None = None
     kv_report_cached: bool = True
     kv_page: bool = False
@@ -159,7 +162,10 @@ class KVSettings:
             raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
         sources = list(parse_session_from(self.kv_session_from)) or None
         object.__setattr__(self, SESSION_KEY, sources)
-        for flag, given in (("--kv-page", self.kv_page), ("--kv-session-from", sources)):
+        anchor = list(parse_anchor(self.kv_anchor)) or None
+        object.__setattr__(self, ANCHOR_KEY, anchor)
+        of_servers = {"--kv-page": self.kv_page, "--kv-session-from": sources}
+        for flag, given in {**of_servers, "--kv-anchor": anchor}.items():
             if given and self.kv_policy == NO_POLICY:
                 raise ValueError(
                     f"{flag} has an effect with a policy alone: choose one with --kv-policy, or "
@@ -253,7 +259,7 @@ class KVSettings:
         given = {key: value for key, value in values.items() if value not in (None, {})}
         if self.kv_page:
             given[PAGE_KEY] = True
-        of_server = {key: getattr(self, key) for key in (SESSION_KEY, *SHADOW_KEYS)}
+        of_server = {key: getattr(self, key) for key in (SESSION_KEY, ANCHOR_KEY, *SHADOW_KEYS)}
         given |= {key: value for key, value in of_server.items() if value is not None}
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
