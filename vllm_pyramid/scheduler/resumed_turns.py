@@ -67,7 +67,7 @@ class ResumedTurns:
         """
         resumed = self._coordinator.sessions.resumed_tokens(request.request_id)
         record = self._coordinator.plans.records[request.request_id]
-        length, resuming = request.num_prompt_tokens, self.ways.resuming(request.request_id)
+        length, resuming = request.num_prompt_tokens, self.ways.resuming.get(request.request_id)
         if resuming is None:
             why = self._why(request, served, record.terms.evicted, resumed)
             words = words_of(why, length)

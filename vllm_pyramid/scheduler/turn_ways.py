@@ -53,6 +53,9 @@ class TurnWays:
 
     Args:
         least_before: the fewest tokens of a chunk that ends at a point of a request's plan.
+
+    Attributes:
+        resuming: of the requests that are computed exactly, what they would have done instead.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class TurnWays:
         self._coordinator, self._planner = coordinator, planner
         self._least_before = least_before
         self._ways: dict[str, list[RequestTerms]] = {}
-        self._resuming: dict[str, Resuming] = {}
+        self.resuming: dict[str, Resuming] = {}
         # The ends of exact turns, by the tokens up to there, the latest last.
         self._starts: OrderedDict[bytes, None] = OrderedDict()
 
@@ -110,9 +113,9 @@ class TurnWays:
                 if _turns(terms):
                     resuming = Resuming(terms, found, self._from_session(record))
         records[request_id] = best
-        self._resuming.pop(request_id, None)
+        self.resuming.pop(request_id, None)
         if not _turns(best.terms):
-            self._resuming[request_id] = resuming
+            self.resuming[request_id] = resuming
         self._tell_workers(request, _turns(best.terms))
         return tokens
 
@@ -128,17 +131,13 @@ class TurnWays:
             request.sampling_params = copy.copy(params)  # the object may be the client's
             request.sampling_params.extra_args = {**params.extra_args, "kv_turns": list(turns)}
 
-    def resuming(self, request_id: str) -> Resuming | None:
-        """Return what a request would have done that was computed exactly; None for others."""
-        return self._resuming.get(request_id)
-
     def mode(self, request_id: str, served: ServedRequest) -> str:
         """Return the mode of a turn, as its report says it."""
-        return EXACT if served.exact or request_id in self._resuming else RESUME
+        return EXACT if served.exact or request_id in self.resuming else RESUME
 
     def ends(self, request: Request) -> None:
         """Let later turns restart behind an exact one that has ended."""
-        if request.request_id in self._resuming:
+        if request.request_id in self.resuming:
             name = self._end(request, request.num_prompt_tokens, self._hashes(request))
             self._starts[name] = None
             self._starts.move_to_end(name)
@@ -148,7 +147,7 @@ class TurnWays:
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._ways.pop(request_id, None)
-        self._resuming.pop(request_id, None)
+        self.resuming.pop(request_id, None)
 
     def _last_start(self, request: Request, turns: Sequence[int]) -> int:
         """Return the index of the last of a request's turns that was exact; 0 if none was."""
