@@ -22,9 +22,9 @@ def main() -> None:
     parser.add_argument("--base-url", default="http://localhost:8000")
     parser.add_argument("--session", default="agent-anthropic")
     args = parser.parse_args()
-    key = os.environ.get("ANTHROPIC_API_KEY", "none")
+    key = os.environ.get("ANTHROPIC_AUTH_TOKEN", "none")  # vLLM reads no x-api-key
     headers = {"X-KV-Session": args.session}
-    client = anthropic.Anthropic(base_url=args.base_url, api_key=key, default_headers=headers)
+    client = anthropic.Anthropic(base_url=args.base_url, auth_token=key, default_headers=headers)
     model = client.models.list().data[0].id
     tools: Any = [
         {

@@ -39,8 +39,8 @@ class LLM(vllm.LLM):
         kv_host_cache: GiB of host memory for prefixes and sessions that leave the device's cache.
         kv_host_cache_dir: folder in which these survive a restart.
         kv_host_cache_dir_gib: the most GiB of its files; by default as many as `kv_host_cache`.
-        kv_turn_mode: how later turns of conversations continue: `"resume"` (the default) or
-            `"exact"`.
+        kv_turn_mode: how later turns of conversations continue: `"auto"` (the default), `"resume"`
+            or `"exact"`.
         kv_session_ttl: seconds after which a session that is not used is forgotten.
         **kwargs: as for `vllm.LLM`.
 

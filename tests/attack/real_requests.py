@@ -135,7 +135,8 @@ class Clients:
             prompt = [*talk.tokens, *self.prompt(source.randrange(1, 90))]
             if len(prompt) > MAX_LEN - 60:
                 talk, prompt = Talk(), prompt[-80:]
-            own, most = {"kv_turns": talk.turns}, source.choice([4, 16, 32])
+            own = {"kv_turns": talk.turns, "kv_turn_mode": "resume"}
+            most = source.choice([4, 16, 32])
             self.seen["turns"] += bool(talk.turns)
         if self.has_spans and source.random() < 0.3:
             inner = [source.randrange(1, 200), source.randrange(200, 210)]

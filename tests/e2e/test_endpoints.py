@@ -26,6 +26,7 @@ FLAGS = (
     *("--max-model-len", "8192", "--enable-prompt-tokens-details", "--api-key", *KEYS),
     *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 << 20)),
     *("--kv-session-from", "session_id,x-claude-code-session-id,prompt_cache_key"),
+    *("--kv-anchor", "billing,Request id: *"),
 )
 ENDPOINTS = ("chat", "completions", "messages", "responses")
 PATHS = {"chat": "chat/completions"}
@@ -263,6 +264,69 @@ def test_a_system_prompt_as_agents_send_it(server: Server, random_model: Path) -
         assert said.usage is not None and said.usage.input_tokens > protected
     reply = Client(server, random_model, "messages").ask(question["content"], system=system)
     assert reply.prompt == prompt
+
+
+def test_a_line_that_changes_with_each_request(server: Server, random_model: Path) -> None:
+    """The model does not see it, so its session resumes as if it had never been there."""
+    reports = []
+    question, more = f"anchored: {TEXT * 2}", f"And {TEXT}"
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        said: list[Any] = []
+        for number, text in enumerate((question, more)):
+            line = f"Request id: {number}\n" if number else ""
+            system = {"role": "system", "content": f"Be brief.\n{line}Be kind."}
+            said.append({"role": "user", "content": text})
+            chat: Any = [system, *said]
+            sent: Any = client.chat.completions.with_raw_response.create(
+                model=str(random_model),
+                messages=chat,
+                max_tokens=4,
+                extra_headers={"X-KV-Session": "anchored"},
+            )
+            assert sent.headers.get("x-kv-anchor") == ("1" if number else None)
+            answer = sent.parse()
+            said.append({"role": "assistant", "content": answer.choices[0].message.content})
+            reports.append(answer.kv_transfer_params)
+    assert reports[1]["resumed_tokens"] >= reports[0]["prompt_tokens"]
+    assert "vllm_pyramid:anchored_lines_total 1.0" in server.metrics_text()
+    tokens = httpx.post(
+        f"{server.url}/tokenize",
+        json={"model": str(random_model), "messages": [{**system, "content": line}]},
+        headers={"Authorization": f"Bearer {KEYS[0]}"},
+    )
+    assert tokens.headers["x-kv-anchor"] == "1", "positions for kv_keep are those of the prompt"
+
+
+def test_what_users_get_wrong(server: Server, random_model: Path) -> None:
+    """Each mistake is answered with its reason, by the status that the clients raise."""
+    model = str(random_model)
+    messages: Any = [{"role": "user", "content": TEXT}]
+    wrong: tuple[tuple[dict[str, str], dict[str, Any], str], ...] = (
+        ({"X-KV-Sesion": "a"}, {}, "X-KV-Session"),
+        ({"X-KV-Turn-Mode": "fast", "X-KV-Session": "a"}, {}, "auto, resume or exact"),
+        ({"X-KV-Session": "a b"}, {}, "kv_session of a request must be a name"),
+        ({"X-KV-Turn-Mode": "auto"}, {}, "send kv_turns or kv_session"),
+        ({}, {"kv_session": "a"}, "put it into vllm_xargs"),
+    )
+    asked = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0)
+    said = anthropic.Anthropic(base_url=server.url, auth_token=KEYS[0], max_retries=0)
+    creates: tuple[Any, ...] = (asked.chat.completions.create, said.messages.create)
+    for headers, body, reason in wrong:
+        for create in creates:
+            with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as raised:
+                create(
+                    model=model,
+                    messages=messages,
+                    max_tokens=4,
+                    extra_headers=headers,
+                    extra_body=body,
+                )
+            assert reason in str(raised.value)
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.chat.completions.create(model=model, messages=messages, max_tokens=4)
+    for client in (asked, said, stranger):
+        client.close()
 
 
 def test_nothing_went_wrong(server: Server) -> None:

@@ -167,7 +167,8 @@ def what_does_not_go_on_is_a_miss(bench: Bench) -> None:
     watch = Rows(bench.engine) if bench.watches else None
 
     def cached(tokens: list[int], **own: Any) -> int:
-        return bench.engine.run([Job(tokens, greedy(2, **own), salt=salt)], watch)[0].cached
+        params = greedy(2, kv_turn_mode="resume", **own)
+        return bench.engine.run([Job(tokens, params, salt=salt)], watch)[0].cached
 
     of_first, of_second = ((end + ANSWER - 1) // BLOCK * BLOCK for end in turns)
     assert cached(said, kv_turns=turns) == of_second

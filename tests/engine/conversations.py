@@ -60,8 +60,9 @@ def traces(folder: Path, outcomes: Sequence[Outcome]) -> list[list[bytes]]:
 
 
 def ask(engine: Engine, tokens: list[int], turns: list[int], answer: int = 40) -> Outcome:
-    """One turn of a conversation."""
-    (outcome,) = engine.run([Job(tokens, greedy(answer, logprobs=2, kv_turns=turns))])
+    """One turn of a conversation that resumes, whatever the cache has of its whole prompt."""
+    params = greedy(answer, logprobs=2, kv_turns=turns, kv_turn_mode="resume")
+    (outcome,) = engine.run([Job(tokens, params)])
     return outcome
 
 

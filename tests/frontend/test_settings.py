@@ -89,7 +89,7 @@ def test_the_folder_of_the_host_cache_and_its_limit() -> None:
 def test_the_host_cache_and_the_mode_of_turns() -> None:
     with pytest.raises(ValueError, match="kv_host_cache and kv_turn_mode without a kv_policy"):
         KVSettings(kv_host_cache=1, kv_turn_mode="exact")
-    with pytest.raises(ValueError, match="kv_turn_mode must be resume or exact, not 'fresh'"):
+    with pytest.raises(ValueError, match="kv_turn_mode must be auto, resume or exact, not 'fresh'"):
         KVSettings("pyramidkv", kv_turn_mode="fresh")
     settings = KVSettings("full", kv_host_cache="0.5", kv_turn_mode="exact")
     served = settings.served()
@@ -97,7 +97,7 @@ def test_the_host_cache_and_the_mode_of_turns() -> None:
     config = {"kv_policy": "full", "kv_host_cache": 0.5, "kv_turn_mode": "exact"}
     assert settings.to_additional_config() == config
     plain = KVSettings("full").served()
-    assert plain is not None and plain.host_cache_bytes is None and plain.turn_mode == "resume"
+    assert plain is not None and plain.host_cache_bytes is None and plain.turn_mode == "auto"
 
 
 @pytest.mark.parametrize("name", ["snapkv", "full", "xkv", "h2o"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,28 +160,43 @@ def test_what_was_found_is_reported_to_its_tenant(reports_cached: bool, salt: st
     assert counts == {"unknown": 1, "missing": 1, "resumed": 1}
 
 
-def test_why_a_turn_resumed_no_more() -> None:
-    """Each reason that the scheduler finds, and those of the front end that it passes on."""
-    engine = Engine(policy="snapkv", budget=24, prefix_caching=True)
-    found: dict[str, Any] = {}
+Say = Callable[..., tuple[list[int], dict[str, Any]]]
+
+
+@pytest.fixture
+def talk() -> tuple[Say, Engine]:
+    """Say a prompt, and return its tokens with the answer's, and its report; and the engine."""
+    engine = Engine(policy="snapkv", budget=24, prefix_caching=True, max_model_len=288)
+    reports: dict[str, Any] = {}
     report_of = engine.scheduler.report_of
 
     def noted(request: Request) -> dict[str, Any]:
-        report = report_of(request)
-        found[request.request_id] = report.get("resumed")
-        return report
+        reports[request.request_id] = report_of(request)
+        return reports[request.request_id]
 
     engine.scheduler.report_of = noted  # type: ignore[method-assign]
 
     def say(tokens: list[int], turns: list[int] | None, *why: Any, **extra: Any) -> Any:
-        name = f"r{len(found)}"
+        name = f"r{len(reports)}"
         settings = {**extra, **({"vllm_pyramid_why": list(why)} if why else {})}
         settings |= {} if turns is None else {"kv_turns": turns}
         request = make_request(name, tokens, 6, settings, hash_block_size=4)
         engine.scheduler.add_request(request)
         while engine.scheduler.requests:
             engine.step()
-        return list(request.all_token_ids), found[name]
+        return list(request.all_token_ids), reports[name]
+
+    return say, engine
+
+
+def test_why_a_turn_resumed_no_more(talk: tuple[Say, Engine]) -> None:
+    """Each reason that the scheduler finds, and those of the front end that it passes on."""
+    whole, engine = talk
+
+    def say(tokens: list[int], turns: list[int] | None, *why: Any, **extra: Any) -> Any:
+        mode = {} if turns is None else {"kv_turn_mode": "resume"}
+        said, report = whole(tokens, turns, *why, **(mode | extra))
+        return said, report.get("resumed")
 
     first = list(range(100, 140))
     said, resumed = say(first, [], "unknown")
@@ -222,6 +238,37 @@ def test_why_a_turn_resumed_no_more() -> None:
         "unevicted": 1,
         "missing": 5,
     }
+
+
+def test_a_turn_goes_the_way_that_computes_less(talk: tuple[Say, Engine]) -> None:
+    """Its report says why; the next one restarts behind it, whatever its client says of turns."""
+    say, engine = talk
+    said, _ = say([*range(100, 140)], [], "unknown")
+    second, report = say([*said, *range(200, 230)], [40])
+    assert (report["kv_turn_mode"], report["kv_turns"]) == ("resume", [40, len(said) + 30])
+    assert report["resumed"]["from"] == "session" and "because" not in report["resumed"]
+    # Another budget: no snapshot of it, and exact prefixes are there.
+    ends = [40, len(said) + 30]
+    third = [*second, *range(300, 330)]
+    _, resumed = say(third, ends, "settings", kv_budget=30, kv_turn_mode="resume")
+    said, report = say([*third, 1], ends, "settings", kv_budget=30)
+    found, because = report["resumed"]["tokens"], report["resumed"]["because"]
+    assert found > resumed["resumed"]["tokens"] and report["resumed"]["from"] == "prefix"
+    assert f"begun with {resumed['resumed']['tokens']} tokens, fewer than" in because
+    assert "another policy, budget" in because
+    ends = [*ends, len(third) + 1]
+    assert (report["kv_turn_mode"], report["kv_turns"]) == ("exact", ends[-1:])
+    assert report["inner_evictions"] == 0 and report["resumed_tokens"] == 0
+    said, report = say([*said, *range(400, 430)], ends, kv_budget=30)
+    assert (report["kv_turn_mode"], report["kv_turns"]) == ("resume", [ends[-1], len(said) - 6])
+    assert report["resumed_tokens"] >= ends[-1] and report["inner_evictions"] == 1
+    ends = [*ends, len(said) - 6]
+    _, report = say([*said, *range(500, 530)], ends, kv_budget=30)
+    assert report["kv_turns"] == [*ends[-2:], len(said) + 30], "restarted at the same turn"
+    assert report["resumed_tokens"] >= ends[-1]
+    assert engine.scheduler.pyramid.reports.policy_stats()["turns"]["prefix"] == 1
+    _, report = say([*said, *range(500, 530)], ends, kv_budget=30, kv_turn_mode="resume")
+    assert report["kv_turns"] == [*ends, len(said) + 30], "the operator's or client's own choice"
 
 
 def test_events_without_prefixes_are_refused() -> None:

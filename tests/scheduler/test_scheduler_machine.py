@@ -264,6 +264,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.seen["averaged"] += request_id in sampled._averaged
             assert self.coordinator.plans.of(request_id) is self.plans[request_id]
 
+    def follow_ways(self) -> None:
+        """Plan later turns by the turns of which the scheduler tells the workers."""
+        for name, ways in self.scheduler.pyramid.ways._ways.items():
+            request, turns = self.requests[name], self.talks[name][0][:-1]
+            params = request.sampling_params
+            assert params is not None and params.extra_args is not None
+            told = params.extra_args["kv_turns"]
+            assert told == turns[len(turns) - len(told) :] and len(ways) in (2, 3)
+            self.seen["exact turns"] += not told
+            self.seen["restarted turns"] += 0 < len(told) < len(turns)
+            self.plans[name] = plan_for(
+                self.scheduler.pyramid.policy,
+                RequestKeys.parse(params.extra_args),
+                request.num_prompt_tokens,
+                self.setup.num_layers,
+                self.setup.largest_block,
+            )
+
     def with_spans(
         self, override: dict[str, Any] | None, spans: Spans, prompt_len: int
     ) -> dict[str, Any] | None:
@@ -370,6 +388,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = {name: request.num_computed_tokens for name, request in self.requests.items()}
         preemptions = {name: request.num_preemptions for name, request in self.requests.items()}
         output = self.scheduler.schedule()
+        self.follow_ways()
         began = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         began |= {

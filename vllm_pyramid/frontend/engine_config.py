@@ -30,7 +30,7 @@ from vllm_pyramid.frontend.refusals import EVERY_POLICY
 from vllm_pyramid.frontend.settings import KVSettings, without_ours
 from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.policy.capabilities import Feature, Used, asked, refuse, why_not
-from vllm_pyramid.policy.request_keys import RESUME
+from vllm_pyramid.policy.request_keys import EXACT
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 from vllm_pyramid.transfer.settings import TransferSettings
 
@@ -170,7 +170,8 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
 
         request_bodies.install(check_body)
         stream_reports.install()
-
+    elif settings.kv_anchor:
+        raise ValueError("--kv-anchor changes HTTP bodies, so it is for vllm serve: leave it out")
     if served.shadow is not None:
         _check_shadow(config, is_server=page_server.is_server())
     if served.page or page_server.is_server():
@@ -197,7 +198,7 @@ def _on_ranks(policy: Policy, config: VllmConfig) -> Policy:
 def _check_sessions(config: VllmConfig, served: ServedSettings) -> None:
     """Raise ValueError unless requests can have the sessions that --kv-session-from gives them."""
     reason = why_no_sessions(config.parallel_config)
-    if reason is None and served.turn_mode == RESUME:
+    if reason is None and served.turn_mode != EXACT:
         reason = served.why_no_turns
     if reason is not None:
         raise ValueError(f"--kv-session-from does not work here: {reason}; leave it out")

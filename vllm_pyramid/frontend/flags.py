@@ -6,7 +6,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vllm_pyramid.frontend.settings import PAGE_KEY, REPORT_KEY, SESSION_KEY, KVSettings
+from vllm_pyramid.frontend.settings import (
+    ANCHOR_KEY,
+    PAGE_KEY,
+    REPORT_KEY,
+    SESSION_KEY,
+    KVSettings,
+)
 from vllm_pyramid.policy.overrides import OVERRIDES
 from vllm_pyramid.policy.served_settings import asks_for_policy
 
@@ -88,10 +94,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "go first. Default: as much as --kv-host-cache.",
     },
     "kv_turn_mode": {
-        "metavar": "resume|exact",
+        "metavar": "auto|resume|exact",
         "help": "How a request with kv_turns continues that does not say it (kv_turn_mode): "
         "'resume' with what the turns before kept, or 'exact' with the whole prompt, which is "
-        "evicted as if it had no earlier turns. Default: resume.",
+        "evicted as if it had no earlier turns; 'auto' as it computes fewer tokens. Default: auto.",
     },
     "kv_session_ttl": {
         "metavar": "SECONDS",
@@ -113,6 +119,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "What names a request's session besides kv_session, the first that it has: "
         "session_id for vLLM's own (the body's key, or X-Session-ID), prompt_cache_key for the "
         "body's, or a header such as x-claude-code-session-id. Default: nothing.",
+    },
+    ANCHOR_KEY: {
+        "metavar": "PATTERN,PATTERN,...",
+        "help": "Lines that change with every request, such as 'Request id: *', or 'billing' for "
+        "x-anthropic-billing-header: left out of the first lines of system prompts, so the model "
+        "does not see them. Default: none.",
     },
     PAGE_KEY: {
         "action": "store_true",

@@ -7,7 +7,7 @@ They stand in vLLM's `additional_config` under these keys, from the flags or the
      "kv_policy_args": {"beta": 14}, "kv_evict": "pressure", "kv_trace": "DIR", "kv_swap_space": 4,
      "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
      "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
-     "kv_turn_mode": "resume", "kv_session_ttl": 3600}
+     "kv_turn_mode": "auto", "kv_session_ttl": 3600}
 
 The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
 under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from vllm_pyramid.frontend.anchor import parse_anchor
 from vllm_pyramid.frontend.setting_values import (
     bytes_of,
     check_folder,
@@ -33,7 +34,7 @@ from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
-from vllm_pyramid.policy.request_keys import EXACT, RESUME, parse_turn_mode
+from vllm_pyramid.policy.request_keys import AUTO_MODE, EXACT, parse_turn_mode
 from vllm_pyramid.policy.served_settings import (
     DEFAULT_SESSION_TTL,
     NO_POLICY,
@@ -67,9 +68,9 @@ REPORT_KEY = "kv_report_cached"
 PAGE_KEY = "kv_page"
 # The flags `--kv-shadow` and `--kv-shadow-floor` of a server.
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
-# The flag `--kv-session-from` of a server.
-SESSION_KEY = "kv_session_from"
-_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, SESSION_KEY, *SHADOW_KEYS)
+# The flags `--kv-session-from` and `--kv-anchor` of a server.
+SESSION_KEY, ANCHOR_KEY = "kv_session_from", "kv_anchor"
+_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, SESSION_KEY, ANCHOR_KEY, *SHADOW_KEYS)
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
@@ -109,9 +110,10 @@ class KVSettings:
         kv_host_cache_dir: folder in which that survives a restart; None for none.
         kv_host_cache_dir_gib: the most GiB of its files; None for as many as `kv_host_cache`.
         kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
-            None for `resume`.
+            None for `auto`.
         kv_session_ttl: seconds after which a session that is not used is forgotten; None for
             `DEFAULT_SESSION_TTL`.
+        kv_anchor: lines that are left out of system prompts (`parse_anchor`); None: none.
         kv_session_from: what names a request's session besides `kv_session`; None: nothing.
         kv_report_cached: whether each response says what the cache held for its request.
         kv_page: whether the API server shows the live page.
@@ -135,6 +137,7 @@ class KVSettings:
     kv_host_cache_dir_gib: float | str | None = None
     kv_turn_mode: str | None = None
     kv_session_ttl: float | str | None = None
+    kv_anchor: Sequence[str] | str | None = None
     kv_session_from: Sequence[str] | str | None = None
     kv_report_cached: bool = True
     kv_page: bool = False
@@ -159,7 +162,10 @@ class KVSettings:
             raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
         sources = list(parse_session_from(self.kv_session_from)) or None
         object.__setattr__(self, SESSION_KEY, sources)
-        for flag, given in (("--kv-page", self.kv_page), ("--kv-session-from", sources)):
+        anchor = list(parse_anchor(self.kv_anchor)) or None
+        object.__setattr__(self, ANCHOR_KEY, anchor)
+        of_servers = {"--kv-page": self.kv_page, "--kv-session-from": sources}
+        for flag, given in {**of_servers, "--kv-anchor": anchor}.items():
             if given and self.kv_policy == NO_POLICY:
                 raise ValueError(
                     f"{flag} has an effect with a policy alone: choose one with --kv-policy, or "
@@ -205,7 +211,7 @@ class KVSettings:
             check_shadow(self, self._loaded_policy, self._overrides)
         if self.kv_keep is not None:
             self._check_keep(self._loaded_policy)
-        if sources is not None and self._turn_mode == RESUME:
+        if sources is not None and self._turn_mode != EXACT:
             refuse(self._loaded_policy, {Feature.KV_TURNS: "--kv-session-from"})
         if self.kv_min_tokens and not self._loaded_policy.has_budget:
             own = "gives each KV head a length of its own"
@@ -253,7 +259,7 @@ class KVSettings:
         given = {key: value for key, value in values.items() if value not in (None, {})}
         if self.kv_page:
             given[PAGE_KEY] = True
-        of_server = {key: getattr(self, key) for key in (SESSION_KEY, *SHADOW_KEYS)}
+        of_server = {key: getattr(self, key) for key in (SESSION_KEY, ANCHOR_KEY, *SHADOW_KEYS)}
         given |= {key: value for key, value in of_server.items() if value is not None}
         return given if self.kv_report_cached else {**given, REPORT_KEY: False}
 
@@ -274,7 +280,7 @@ class KVSettings:
     def _turn_mode(self) -> str:
         schedule = self._loaded_policy.schedule
         is_exact = schedule.waits_for_orders or schedule.keeps_prompts
-        return self.kv_turn_mode or (EXACT if is_exact else RESUME)
+        return self.kv_turn_mode or (EXACT if is_exact else AUTO_MODE)
 
     @cached_property
     def _overrides(self) -> RequestOverrides:

@@ -42,12 +42,10 @@ class SharedPrefix:
         bundles: by their kind, the bundles with which its tables begin, until an eviction gives
             them back, or to its end.
         from_below: first and last token, exclusive, that it began with out of the tier below.
-        query: tokens that it looks for in the tier, and finds there, until it begins.
     """
 
     bundles: dict[PrefixCache, list[BlockBundle]]
     from_below: tuple[int, int] = (0, 0)
-    query: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, kinds: Iterable[PrefixCache]) -> SharedPrefix:

@@ -122,8 +122,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         del below[max(whole - len(hit), 0) :]
         del hit[whole:]
         if behind:
-            query = len(behind) * cache.tokens, len(below) * cache.tokens
-            self._own(request.request_id).query = query
+            record.query = len(behind) * cache.tokens, len(below) * cache.tokens
         if not hit and not below:
             return None
         tokens = (len(hit) + len(below)) * cache.tokens
@@ -237,9 +236,9 @@ class PrefixStore(CacheStore[PrefixHit]):
         if record.released:
             return
         own = self.of(request_id)
-        if own.query[0]:
-            self._pool.tier.count_query(*own.query)
-            own.query = 0, 0
+        if record.query[0]:
+            self._pool.tier.count_query(*record.query)
+            record.query = 0, 0
         tokens, shareable = num_computed_tokens, record.terms.shareable
         if shareable is not None and shareable < tokens:
             tokens = shareable

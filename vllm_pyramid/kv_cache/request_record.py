@@ -55,6 +55,7 @@ class SchedulerRequest:
         terms: what the request came with.
         plan: its plan now: that of `terms`, or what it has been ordered to keep since it started.
         found: what it could begin with, as last looked up, until it begins.
+        query: tokens that it looked for in the tier below the pool, and found, until it begins.
         began: tokens that it began with, which were not computed.
         num_blocks: entries of its longest tables, null blocks included.
         tables: `[layers]` its tables in the layers' managers, once they have grown: looking all of
@@ -68,6 +69,7 @@ class SchedulerRequest:
     terms: RequestTerms = RequestTerms()
     plan: Plan | None = None
     found: Found | None = None
+    query: tuple[int, int] = (0, 0)
     began: int = 0
     num_blocks: int = 0
     tables: list[list[KVCacheBlock]] = field(default_factory=list)

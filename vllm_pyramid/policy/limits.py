@@ -69,7 +69,7 @@ TABLE: tuple[tuple[str, str], ...] = (
         f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; their tokens count beside "
         "the budget",
     ),
-    ("`kv_turn_mode`", "`resume` or `exact`, only with `kv_turns` or `kv_session`"),
+    ("`kv_turn_mode`", "`auto`, `resume` or `exact`, only with `kv_turns` or `kv_session`"),
     (
         "`kv_session`",
         f"1 to {MAX_SESSION_NAME} letters, digits and `._:@/+=~-`, a letter or digit first; at "

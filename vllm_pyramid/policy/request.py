@@ -18,7 +18,7 @@ from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, asked, refusals, refuse, why_not
 from vllm_pyramid.policy.kept_spans import Spans, beside_budget, merged, only_leading, parse_spans
 from vllm_pyramid.policy.limits import CACHE_BYTES
-from vllm_pyramid.policy.request_keys import EXACT, RESUME, RequestKeys, check_names
+from vllm_pyramid.policy.request_keys import AUTO_MODE, EXACT, RequestKeys, check_names
 
 FULL_POLICY = "full"
 # Settings of a request that keeps everything, for which no method of the served policy is asked.
@@ -54,6 +54,7 @@ class ServedRequest(NamedTuple):
             those of a chat's template (`--kv-keep`). template: the template's alone.
         exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
             had no turns (`EXACT`).
+        auto: whether the scheduler may leave earlier turns out (`AUTO_MODE`).
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
             served policy then holds until the scheduler has ended the request.
     """
@@ -64,6 +65,7 @@ class ServedRequest(NamedTuple):
     turns: tuple[int, ...] | None = None
     keep: Spans = ()
     exact: bool = False
+    auto: bool = False
     error: str | None = None
     session: str | None = None
     template: Spans = ()
@@ -125,7 +127,7 @@ def _full_policy() -> Policy:
     return load_policy(FULL_POLICY)
 
 
-def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> ServedRequest:
+def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = AUTO_MODE) -> ServedRequest:
     """Return the policy and the budget of a request with these settings, under the served policy.
 
     `turn_mode` is of a request with turns that does not say one. ValueError: a policy that is not
@@ -169,10 +171,9 @@ def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = RESUME) -> Serve
             "kv_session of a request is answered by the front end, which adds kv_turns, and this "
             "request came another way: send kv_turns"
         )
-    exact = keys.turns is not None and (keys.turn_mode or turn_mode) == EXACT
-    served = ServedRequest(
-        chosen, budget, keys.application, keys.turns, keys.keep, exact, session=keys.session
-    )
+    mode = (keys.turn_mode or turn_mode) if keys.turns is not None else None
+    how = keys.application, keys.turns, keys.keep, mode == EXACT, mode == AUTO_MODE
+    served = ServedRequest(chosen, budget, *how, session=keys.session)
     served.check()
     return served
 
@@ -227,7 +228,7 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
 
 
 def check_request(
-    policy: Policy, params: Any, why_no_turns: str | None = None, turn_mode: str = RESUME
+    policy: Policy, params: Any, why_no_turns: str | None = None, turn_mode: str = AUTO_MODE
 ) -> ServedRequest:
     """Check the settings of a client's request, in the front end; ValueError for what cannot be
     served.
@@ -249,7 +250,7 @@ def check_request(
 
 
 def for_request(
-    policy: Policy, extra_args: Mapping[str, Any] | None, turn_mode: str = RESUME
+    policy: Policy, extra_args: Mapping[str, Any] | None, turn_mode: str = AUTO_MODE
 ) -> ServedRequest:
     """Resolve a request's settings in a worker, which reports mistakes as `ServedRequest.error`.
 

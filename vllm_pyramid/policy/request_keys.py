@@ -29,10 +29,10 @@ REQUEST_KEYS = (
     "kv_turn_mode",
     "kv_session",
 )
-# How a later turn of a conversation continues: with the evicted state of the turn before, or with
-# the KV of the whole prompt, evicted again as if it had never been.
-RESUME, EXACT = "resume", "exact"
-TURN_MODES = (RESUME, EXACT)
+# How a later turn of a conversation continues: with the evicted state of the turn before; with the
+# KV of the whole prompt, evicted again as if it had never been; or as it computes fewer tokens.
+AUTO_MODE, RESUME, EXACT = "auto", "resume", "exact"
+TURN_MODES = (AUTO_MODE, RESUME, EXACT)
 _SESSION = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@/+=~-]{{0,{MAX_SESSION_NAME - 1}}}")
 
 
@@ -148,7 +148,7 @@ def parse_turn_mode(value: object, name: str) -> str | None:
     if value is None:
         return None
     if value not in TURN_MODES:
-        raise ValueError(f"{name} must be {' or '.join(TURN_MODES)}, not {quoted(value)}")
+        raise ValueError(f"{name} must be auto, resume or exact, not {quoted(value)}")
     assert isinstance(value, str)
     return value
 

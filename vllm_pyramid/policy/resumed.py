@@ -15,10 +15,12 @@ from typing import Any
 WHY_KEY = "vllm_pyramid_why"
 
 UNKNOWN, DIFFERS, SETTINGS = "unknown", "differs", "settings"
-RESUMED, EXACT_MODE, UNEVICTED = "resumed", "exact", "unevicted"
+RESUMED, EXACT_MODE, PREFIX, UNEVICTED = "resumed", "exact", "prefix", "unevicted"
 SHORT, MISSING, UNCACHED = "short", "missing", "uncached"
 # Labels of the counter, in the order of the documentation.
-REASONS = (*(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, UNEVICTED, SHORT, MISSING, UNCACHED),)
+REASONS = (
+    *(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, PREFIX, UNEVICTED, SHORT, MISSING, UNCACHED),
+)
 
 
 def words_of(why: Sequence[str | int], prompt_len: int) -> str:
@@ -39,6 +41,11 @@ def words_of(why: Sequence[str | int], prompt_len: int) -> str:
             f"the prompt, of {prompt_len} tokens, first differs between tokens {start} and {stop} "
             f"from the session's last turn, which has {of_last}"
         )
+    if reason == PREFIX:
+        return (
+            f"resuming would have begun with {numbers[0]} tokens, fewer than were found as a "
+            "prefix, so the turn selects from its whole prompt"
+        )
     if reason == SHORT:
         added, least = numbers
         return (
@@ -54,6 +61,7 @@ def words_of(why: Sequence[str | int], prompt_len: int) -> str:
 
 
 _WORDS = {
+    RESUMED: "a session snapshot has no more of this prompt",
     UNKNOWN: "no earlier turn is known: the first of its session or conversation, or the session "
     "was forgotten, or it came with another cache_salt or API key",
     SETTINGS: "the session's last turn had another policy, budget, kv_keep or kv_turn_mode",

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.policy import Policy
-from vllm_pyramid.policy.request_keys import RESUME
+from vllm_pyramid.policy.request_keys import AUTO_MODE
 from vllm_pyramid.version import __version__
 
 NO_POLICY = "none"
@@ -77,7 +77,7 @@ class ServedSettings:
     host_cache_bytes: int | None = None
     host_cache_dir: str | None = None
     host_cache_dir_bytes: int | None = None
-    turn_mode: str = RESUME
+    turn_mode: str = AUTO_MODE
     session_ttl_s: float = DEFAULT_SESSION_TTL
     session_from: tuple[str, ...] = ()
     shadow: float | None = None

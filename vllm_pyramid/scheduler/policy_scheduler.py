@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,6 +29,7 @@ from vllm_pyramid.scheduler.pressure import Pressure
 from vllm_pyramid.scheduler.reports import Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
 from vllm_pyramid.scheduler.resumed_turns import ResumedTurns
+from vllm_pyramid.scheduler.turn_ways import TurnWays
 from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.hooks import SchedulerHooks
 
@@ -56,7 +56,8 @@ class PolicyScheduler:
     Attributes:
         coordinator: the blocks. policy: the served policy.
         hooks: of the policy's methods, and of what the engine adds.
-        planner: checks and plans requests. chunks: which prompts start, and sizes of chunks.
+        planner: checks and plans requests. ways: how turns of conversations continue.
+        chunks: which prompts start, and sizes of chunks.
         begun: answers that begin with tokens which no step samples.
         failed: what went wrong. reports: what is reported. early: what of it before the end.
     """
@@ -121,7 +122,10 @@ class PolicyScheduler:
             )
             self.hooks.append(self.pressure)
         self.chunks = Chunks(engine, coordinator, settings, admission, self.pressure)
-        turns = ResumedTurns(coordinator, self.chunks.least_before, finds_prefixes=finds_prefixes)
+        self.ways = TurnWays(coordinator, self.planner, self.chunks.least_before)
+        turns = ResumedTurns(
+            coordinator, self.ways, self.chunks.least_before, finds_prefixes=finds_prefixes
+        )
         self.reports = Reports(engine, coordinator, settings, self.hooks, self.failed, turns)
         self.reports.log_capacity()
         self.early = EarlyReports(coordinator, self.reports)
@@ -135,6 +139,7 @@ class PolicyScheduler:
             logger.error("request %s: %s", request.request_id, error)
             self._engine.end_with_error(request.request_id, error)
         self.coordinator.plans.add(request.request_id, terms)
+        self.ways.add(request, terms)
         self.early.add(request)
 
     def fail(self, request_id: str, kind: str, reason: str) -> None:
@@ -159,13 +164,12 @@ class PolicyScheduler:
         """
         plans, coordinator = self.coordinator.plans, self.coordinator
         self.chunks.loading.pop(request.request_id, None)  # it has lost what it held
-        plan, record = plans.of(request.request_id), plans.records[request.request_id]
-        least = partial(self.chunks.least_before, plan)
-        tokens = coordinator.stores.find(request, record, most, least, shared=shared)
-        if (found := record.found) is None or not found.store.loads_later:
+        tokens = self.ways.find(request, most, shared=shared)
+        found = plans.records[request.request_id].found
+        if found is None or not found.store.loads_later:
             return tokens
         self.begun.add(request, found.store.answer(found.hit))
-        if self.chunks.starts(request, plan, tokens):
+        if self.chunks.starts(request, plans.of(request.request_id), tokens):
             self.chunks.loading[request.request_id] = request
         else:  # vLLM asks for no chunk of it now
             coordinator.blocked_request = request.request_id
@@ -231,11 +235,13 @@ class PolicyScheduler:
         """Save what a request leaves; one that has failed may hold something else than planned."""
         if request.status != RequestStatus.FINISHED_ERROR:
             self.coordinator.save(request)
+            self.ways.ends(request)
 
     def freed(self, request: Request) -> None:
         """Forget a request that has ended."""
         self.early.forget(request.request_id)
         self.begun.forget(request.request_id)
+        self.ways.forget(request.request_id)
         self.chunks.loading.pop(request.request_id, None)
         self.coordinator.plans.forget(request.request_id)
         if self.chunks.admission is not None:

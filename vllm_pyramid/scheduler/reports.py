@@ -19,7 +19,6 @@ from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy.kept_spans import flat
 from vllm_pyramid.policy.planning import peak_blocks_up_to
-from vllm_pyramid.policy.request_keys import EXACT, RESUME
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.page_data import page_data
@@ -187,7 +186,7 @@ class Reports:
             report["inner_evictions"] = len(plan.inner)
         if served.turns is not None:
             report["kv_turns"] = [*served.turns, prompt_len]
-            report["kv_turn_mode"] = EXACT if served.exact else RESUME
+            report["kv_turn_mode"] = self._turns.ways.mode(request.request_id, served)
             reason, said = self._turns.of(request, served)
             self._turns.counts[reason] += ended
             if served.session is not None:

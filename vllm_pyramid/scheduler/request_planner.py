@@ -44,7 +44,10 @@ class RequestPlanner:
     Args:
         settings: the served policy's. model_config: vLLM's. pool: that all requests share.
         layer_blocks: how many blocks the layers need.
-        hooks: of the policy's methods. shares_prefixes: whether prefix caching is on.
+        hooks: of the policy's methods.
+
+    Attributes:
+        shares_prefixes: whether prefix caching is on.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class RequestPlanner:
         self._model_config = model_config
         self._layer_blocks, self._pool = layer_blocks, pool
         self._hooks = hooks
-        self._shares_prefixes = shares_prefixes
+        self.shares_prefixes = shares_prefixes
         self._traced: set[type[Exception]] = set()
 
     def terms(self, request: Request) -> tuple[RequestTerms, str | Failure | None]:
@@ -85,7 +88,7 @@ class RequestPlanner:
             return self._terms(request, whole, asks_hooks=False), Failure(METHOD, text)
 
     def _terms(self, request: Request, served: ServedRequest, *, asks_hooks: bool) -> RequestTerms:
-        layer_blocks, shares = self._layer_blocks, self._shares_prefixes
+        layer_blocks, shares = self._layer_blocks, self.shares_prefixes
         plan = served.plan(request.num_prompt_tokens, layer_blocks.num_tables, layer_blocks.largest)
         for hooks in self._hooks if asks_hooks else ():
             if fields := hooks.on_request_added(
@@ -102,6 +105,27 @@ class RequestPlanner:
             prefill.cache_key,
             EvictedNames.of(served, plan) if shares else None,
         )
+
+    def with_turns(
+        self, request: Request, served: ServedRequest, turns: tuple[int, ...]
+    ) -> RequestTerms | None:
+        """Return the terms of a planned request with fewer of its turns.
+
+        Returns:
+            None if it would keep more than the operator allows.
+        """
+        served = served._replace(turns=turns)
+        try:
+            self._check_kept(request, served)
+        except ValueError:
+            return None
+        return self._terms(request, served, asks_hooks=False)
+
+    def _check_kept(self, request: Request, served: ServedRequest) -> None:
+        """Raise ValueError if a request keeps more than the operator allows."""
+        layers = Layers(self._layer_blocks.num_tables, self._layer_blocks.largest)
+        length, most = request.num_prompt_tokens, request.max_tokens
+        self._settings.overrides.check_kept(served, self._policy, length, most, layers)
 
     def _check(self, request: Request) -> ServedRequest:
         """Return the policy and budget of a request, or the error with which it ends.
@@ -121,8 +145,7 @@ class RequestPlanner:
             served.check_turns(request.num_prompt_tokens)
             length = request.num_prompt_tokens
             check_spans(served.keep, length)
-            layers = Layers(self._layer_blocks.num_tables, self._layer_blocks.largest)
-            overrides.check_kept(served, policy, length, request.max_tokens, layers)
+            self._check_kept(request, served)
             if policy.inner_policy is not None:
                 limited = copy.copy(params)
                 # The front end was strict; its pool may be the mean of several.

@@ -20,6 +20,7 @@ from vllm_pyramid.policy.resumed import (
     DIFFERS,
     EXACT_MODE,
     MISSING,
+    PREFIX,
     RESUMED,
     SETTINGS,
     SHORT,
@@ -29,6 +30,7 @@ from vllm_pyramid.policy.resumed import (
     read_why,
     words_of,
 )
+from vllm_pyramid.scheduler.turn_ways import TurnWays
 
 
 class ResumedTurns:
@@ -39,17 +41,20 @@ class ResumedTurns:
         finds_prefixes: whether prefix caching is on.
 
     Attributes:
+        ways: how they continue.
         counts: turns that have ended, by reason.
     """
 
     def __init__(
         self,
         coordinator: LockstepCoordinator,
+        ways: TurnWays,
         least_before: Callable[[Plan, int], int],
         *,
         finds_prefixes: bool,
     ) -> None:
         self._coordinator, self._least_before = coordinator, least_before
+        self.ways = ways
         self._finds_prefixes = finds_prefixes
         self.counts: Counter[str] = Counter()
 
@@ -62,14 +67,23 @@ class ResumedTurns:
         """
         resumed = self._coordinator.sessions.resumed_tokens(request.request_id)
         record = self._coordinator.plans.records[request.request_id]
-        reason, *numbers = self._why(request, served, record.terms.evicted, resumed)
+        length, resuming = request.num_prompt_tokens, self.ways.resuming.get(request.request_id)
+        if resuming is None:
+            why = self._why(request, served, record.terms.evicted, resumed)
+            words = words_of(why, length)
+        else:
+            terms, found, of_session = resuming
+            assert terms.served is not None
+            less = self._why(request, terms.served, terms.evicted, of_session)
+            why = (PREFIX, found)
+            words = f"{words_of(why, length)}: {words_of(less, length)}"
         said: dict[str, Any] = {
             "tokens": record.began,
             "from": "session" if resumed else "prefix" if record.began else None,
         }
-        if reason != RESUMED:
-            said["because"] = words_of((reason, *numbers), request.num_prompt_tokens)
-        return str(reason), said
+        if why[0] != RESUMED:
+            said["because"] = words
+        return str(why[0]), said
 
     def _why(
         self, request: Request, served: ServedRequest, names: EvictedNames | None, resumed: int

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from vllm_pyramid.plan import Eviction, LevelPlan, Order, Plan, PlanMismatchError, RetentionPlan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.request import KEEP_EVERYTHING, for_request
-from vllm_pyramid.policy.request_keys import RESUME
+from vllm_pyramid.policy.request_keys import AUTO_MODE
 from vllm_pyramid.step.failures import Failures
 from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.limited_log import LimitedLog
@@ -59,7 +59,7 @@ class EvictionTracker:
         num_layers: int,
         block_size: int,
         max_num_reqs: int,
-        turn_mode: str = RESUME,
+        turn_mode: str = AUTO_MODE,
     ) -> None:
         self.policy = policy
         self._turn_mode = turn_mode

@@ -125,9 +125,10 @@ def test_recorded_agents_find_what_was_said(tmp_path: Path) -> None:
     command += ["--turns", "4", "--output-len", "8", "--repetitions", "1", "--host-cache", "0"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "agents.json").read_text())
-    full, resume, exact = written["rows"]
+    full, auto, resume, exact = written["rows"]
     modes = [(row["policy"], row["turn_mode"]) for row in written["rows"]]
-    assert modes == [("full", ""), ("auto", "resume"), ("auto", "exact")]
+    ours = [("auto", mode) for mode in ("auto", "resume", "exact")]
+    assert modes == [("full", ""), *ours]
     options = {"most_agents": None, "most_turns": 4, "output_len": 8, "own_answers": False}
     agents = read_recording(sample, str(model_path()), "chatml", **options).agents
     # A turn finds the whole blocks that its prompt has in common with the one before. The second
@@ -143,6 +144,7 @@ def test_recorded_agents_find_what_was_said(tmp_path: Path) -> None:
     # Evicted from, a prompt is found up to what its end's queries have to compute.
     assert found / tokens - 0.02 < exact["cached_share"] <= found / tokens
     assert found / tokens - 0.02 < resume["cached_share"] < found / tokens + 0.02
+    assert auto["cached_share"] == resume["cached_share"], "nothing here has lost its snapshot"
     assert full["agreement"] == 1.0 and 0 <= resume["agreement"] < 1
     turns = [row for row in written["by_turn"] if row["policy"] == "full"]
     assert [row["turn"] for row in turns] == [1, 2, 3, 4, "all"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import (
     Pages,
@@ -142,7 +143,7 @@ class Engine:
         steps: list[Step] = []
 
         def send(talk: Talk) -> None:
-            own = {"kv_turns": list(talk.ends)} if resume else {}
+            own = {"kv_turns": list(talk.ends), "kv_turn_mode": RESUME} if resume else {}
             talks[self.send(talk.prompt, sampling(max_tokens, budget, **own))] = talk
 
         def on_output(output: Any, now: float) -> None:

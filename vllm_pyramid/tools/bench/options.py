@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.policy.request_keys import EXACT, RESUME, parse_turn_mode
+from vllm_pyramid.policy.request_keys import TURN_MODES, parse_turn_mode
 from vllm_pyramid.tools.bench.shapes import SHAPES
 from vllm_pyramid.tools.command_parts import parse_engine_args
 
@@ -207,7 +207,7 @@ class Agents(Prefix):
         1.0, description="GiB of host memory: --kv-host-cache, and --kv-offloading-size; 0: none"
     )
     turn_modes: Names = Field(
-        (RESUME, EXACT),
+        TURN_MODES,
         description="of a recording: how sessions go on, with each policy that evicts "
         f"(kv_turn_mode), or `{NO_SESSIONS}` for requests without a session",
     )

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_pyramid.frontend.model_shape import shape_of_model
 from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.tools.child_process import (
     ChildError,
     orderly_termination,
@@ -75,7 +76,7 @@ class Request(BaseModel):
         if self.policy is not None:
             extra["kv_policy"] = self.policy
         if self.turns:
-            extra["kv_turns"] = self.turns
+            extra |= {"kv_turns": self.turns, "kv_turn_mode": RESUME}
         if self.reference is not None:
             extra |= {REFERENCE_KEY: self.reference.model_dump(), FINDINGS_KEY: str(findings)}
         if self.forced:
