@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -63,31 +62,11 @@ def test_dry_run_prints_the_whole_plan(script: ModuleType, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_only_chooses_by_the_beginning_of_a_name(script: ModuleType) -> None:
-    result = run("--dry-run", "--only", "kernels", "throughput")
-    names = [line.partition(" ")[0] for line in result.stdout.splitlines()[:-1]]
-    assert names[0] == "kernels" and names[1:3] == ["throughput-8k", "throughput-32k"]
-    assert all(name.startswith("throughput-") for name in names[1:])
-    unknown = run("--dry-run", "--only", "kernel", "speed")
-    assert unknown.returncode == 2
-    assert "no stage begins with 'speed'; there are numerics" in unknown.stderr
-
-
 def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     result = run("--json", str(tmp_path / "result.json"))
     assert result.returncode == 1
     assert result.stderr.startswith("error: no CUDA device: PyTorch ")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_line_for_the_record(script: ModuleType) -> None:
-    """It can be pasted as it is."""
-    from vllm_pyramid.frontend.gpu_runs import GpuRun
-    from vllm_pyramid.version import __version__
-
-    device = {"name": "NVIDIA H100 80GB HBM3", "versions": {"vllm": "0.32.0+cu129"}}
-    (run,) = eval(f"({script.record(device)})", {"GpuRun": GpuRun})
-    assert run == GpuRun(__version__, "0.32.0", "NVIDIA H100 80GB HBM3")
 
 
 def test_every_module_of_the_matrix_is_in_the_numerics(script: ModuleType) -> None:
@@ -222,35 +201,6 @@ def test_bench_stages_are_commands_that_the_bench_takes(
     assert labels["decode-select-128k"] == ["stock", "select"]
 
 
-def test_servers_over_http(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stages' own options, and what is made of answers."""
-    http = importlib.import_module("gpu_http")
-    for name in ("http", "fp8-http"):
-        (stage,) = [stage for stage in script.STAGES if stage.name == name]
-        line = [*stage.arguments, "--out", "FILE"]
-        monkeypatch.setattr(sys, "argv", line)
-        options, flags = http.parse_arguments()
-        assert options.variants == ["stock", "auto"] and options.shape == "llama-3-8b"
-        assert {8192, 1024} <= {job.prompt for job in options.jobs}
-        assert flags == (["--kv-cache-dtype", "fp8"] if name == "fp8-http" else [])
-    assert http.flags_of("stock", "12%") == []
-    assert http.flags_of("auto", "12%") == ["--kv-policy", "auto", "--kv-budget", "12%"]
-    job = http.Job.parse("100:3:2")
-    one, other = job.prompts(1)
-    assert len(one) == len(other) == 100 and one != other and job.prompts(1) == [one, other]
-    with pytest.raises(ValueError, match="2 tokens of output"):
-        http.Job.parse("100:1:2")
-    streamed = [http.Answer([1.0, 1.5, 2.0], 3), http.Answer([3.0, 3.2, 3.4], 3)]
-    row = http.summary(streamed, 4.0)
-    assert (
-        row["first_s_median"] == 2.0 and row["first_s_p90"] == 3.0 and row["first_s_least"] == 1.0
-    )
-    assert row["output_tokens_per_s"] == 1.5
-    assert row["between_s_median"] == pytest.approx(0.35) and row["end_s_largest"] == 3.4
-    whole = http.summary([http.Answer([2.0], 3, {"evicted_tokens": 7})], 2.0)
-    assert whole["evicted_tokens"] == 7 and "first_s_median" not in whole
-
-
 # What a stage writes, as far as the table looks at it.
 RESULTS = {
     "kernels": {"rows": [{"share_of_copy_bandwidth": 0.8123}]},
@@ -342,62 +292,6 @@ def test_all_of_it_on_a_device_that_is_not_there(
         assert ("add to RUNS" in capsys.readouterr().out) == is_record
 
 
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The code of the stage `kernels` with small shapes on the CPU, which times nothing."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    kernels, layers = map(importlib.import_module, ("gpu_kernels", "gpu_layers"))
-
-    def run(calls: dict[str, Any]) -> dict[str, float]:
-        for call in calls.values():
-            call()
-        return {name: 1.0 + (name == "dense") for name in calls}
-
-    sizes = {"KV_HEADS": 2, "GROUP": 2, "HEAD_SIZE": 16, "COLD_BYTES": 1, "SELECTED": 128}
-    for name, value in {**sizes, "DEVICE": "cpu", "KEEP": 100, "median_times": run}.items():
-        for module in (kernels, layers):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, value)
-    return kernels
-
-
-def test_evictions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stage's own code, over the references of the kernels."""
-    kernels = gpu_kernels(monkeypatch)
-    from vllm_pyramid.kernels import reference
-    from vllm_pyramid.kernels.triton import functions
-    from vllm_pyramid.methods.observed_expected.kernels import reference as scores
-
-    monkeypatch.setattr(kernels, "blend_triton", scores)
-    for name in ("window_scores", "select", "compact"):
-        monkeypatch.setattr(functions, name, getattr(reference, name))
-    row = kernels.bench_eviction(2, 256, lambda: None, 10**6)
-    for name in ("window_scores", "observed_expected_scores", "select", "compact"):
-        assert row[name]["milliseconds"] == 1.0
-    rows = 2 * 256 * 2 * 16 * 2  # requests, tokens, KV heads, head size, bytes
-    assert row["window_scores"]["least_megabytes"] == rows / 1e6
-    assert row["observed_expected_scores"]["least_megabytes"] == 2 * rows / 1e6
-
-
-def test_selection_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stage's own code, over the reference; and from which context on selecting is faster."""
-    kernels = gpu_kernels(monkeypatch)
-    from vllm_pyramid.kernels import reference
-
-    row = kernels.bench_selection(2, 512, reference)
-    assert row["dense_by_selection"] == 1.0 and row["context"] == 512
-    assert row["dense_milliseconds"] == 2.0 and row["attend_milliseconds"] == 1.0
-
-    def rows(requests: int, *ratios: float) -> list[dict[str, Any]]:
-        places = enumerate(ratios)
-        return [
-            {"requests": requests, "context": 1024 << place, "dense_by_selection": ratio}
-            for place, ratio in places
-        ]
-
-    found = kernels.least_contexts([*rows(1, 1.2, 0.9, 1.1, 2.0), *rows(16, 2, 3), *rows(4, 2, 1)])
-    assert found == {"1": 4096, "16": 1024, "4": None}
-
-
 LIKELY = {7: -1.0, 8: -1.04, 9: -3.0}
 
 
@@ -428,31 +322,6 @@ def test_answers_agree_as_far_as_can_be_demanded(
     assert agreement([mine], [(other, likely)], 0.1, first=1).tokens == 1
 
 
-def test_starts_as_users_start(script: ModuleType) -> None:
-    """Plain starts find the size of the cache, and stages with errors serve each kind of policy."""
-    stages = {stage.name: stage for stage in importlib.import_module("gpu_stages").start_stages()}
-    variables = {name: dict(stage.variables) for name, stage in stages.items()}
-    core = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    assert variables["start-in-process"][core] == "0" and variables["start-own-core"][core] == "1"
-    assert variables["sync-check"] == {"VLLM_GPU_SYNC_CHECK": "error"}
-    assert stages["start-tp2"].arguments[-2:] == ("--tensor-parallel", "2")
-    for name, stage in stages.items():
-        assert ("--cache-gib" in stage.arguments) == (not stage.alone), name
-    policies = {
-        name: stage.arguments[stage.arguments.index("--policies") + 1].split(",")
-        for name, stage in stages.items()
-    }
-    served = {*policies["sync-check"], *policies["sync-check-kinds"]}
-    source = (ROOT / "scripts" / "gpu_engines.py").read_text()
-    assert served == {*ast.literal_eval(source.partition("\nPOLICIES = ")[2].partition("\n")[0])}
-    assert policies["host-values"] == policies["host-values-sync"]
-    assert "duoattention" not in policies["start-tp2"]  # refused on several ranks
-
-
-def write_result(what: str) -> str:
-    return f"import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text({what!r})"
-
-
 def test_stages_beside_each_other_and_alone(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,20 +348,6 @@ def test_stages_beside_each_other_and_alone(
     entries = [(s.name, entry["status"]) for s, entry in script.run_stages(stages, 2, tmp_path)]
     assert sorted(entries[:2]) == [("one", "passed"), ("two", "passed")]
     assert entries[2:] == [("last", "passed")]
-
-
-def test_results_of_a_stage_that_fails_and_of_an_earlier_run(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes = [f"{write_result('[1]')}; sys.exit(2)", "pass"]
-    monkeypatch.setattr(
-        script, "command", lambda _, output: [sys.executable, "-c", codes.pop(0), str(output)]
-    )
-    stage = script.Stage("name", 60, ("x",))
-    entry = script.run_stage(stage, tmp_path)
-    assert (entry["status"], entry["result"]) == ("failed", [1])
-    entry = script.run_stage(stage, tmp_path)
-    assert entry["status"] == "failed" and "result" not in entry
 
 
 def test_a_check_that_is_ended_ends_its_stages(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.plumbing.prepared import SPAWN, PreparedPopen, popen
-from tests.plumbing.server import members
+from tests.plumbing.prepared import PreparedPopen, popen
 
 pytestmark = pytest.mark.cpu
 
@@ -72,37 +70,6 @@ def test_a_program_sees_what_it_was_started_with(tmp_path: Path, how: str) -> No
     assert errors.splitlines()[0] == "said"
 
 
-def test_modules_on_the_path_are_found(tmp_path: Path) -> None:
-    (tmp_path / "on_the_path.py").write_text("print('found')")
-    paths = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    _, output, errors = _run("-c", "import on_the_path", env={**os.environ, "PYTHONPATH": paths})
-    assert output == "found\n", errors
-
-
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("import sys; sys.exit(3)", 3),
-        ("raise KeyError('what failed')", 1),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-    ],
-)
-def test_how_it_ended_is_known(code: str, status: int) -> None:
-    process, _, errors = _run("-c", code)
-    assert process.returncode == process.wait() == process.poll() == status
-    assert ("KeyError: 'what failed'" in errors) == (status == 1)
-
-
-def test_it_can_be_waited_for_and_ended() -> None:
-    process = popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.2)
-    assert process.poll() is None and members(process.pid)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM
-    assert not members(process.pid)
-
-
 FORKS = """
 import os
 from vllm.utils.system_utils import get_mp_context
@@ -124,10 +91,3 @@ def test_engines_processes_are_forked_unless_a_test_wants_a_users_start(
     process = popen([sys.executable, "-c", FORKS], env=env, text=True, **pipes)
     output, errors = process.communicate(timeout=120)
     assert output.split()[-1] == method, errors
-
-
-def test_programs_that_cannot_be_forked_are_started() -> None:
-    for changes in ({"OMP_NUM_THREADS": "2"}, {"PYTHONOPTIMIZE": "1"}, {SPAWN: "1"}):
-        process = popen([sys.executable, "-c", "assert 0"], env={**os.environ, **changes})
-        assert not isinstance(process, PreparedPopen)
-        assert process.wait(60) == (0 if "PYTHONOPTIMIZE" in changes else 1)

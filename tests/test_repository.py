@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package is light, and it has no attributes but its own."""
+"""Importing the package is light, it has no attributes but its own, and faults can be planted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import vllm_pyramid
+from lab.planted_faults.faults import FAULTS
 
 pytestmark = pytest.mark.cpu
 
@@ -30,3 +31,9 @@ def test_unknown_attributes_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = vllm_pyramid.nothing
     assert dir(vllm_pyramid) == ["LLM", "__version__"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_up_to_date(name: str) -> None:
+    for edit in FAULTS[name].edits:
+        assert (ROOT / edit.file).read_text(encoding="utf-8").count(edit.old) == 1, edit

@@ -52,8 +52,8 @@ FAULTS: dict[str, Fault] = {
         (
             Edit(
                 "vllm_pyramid/worker/eviction_tracker.py",
-                "np.ascontiguousarray(self._row_skips[:num_reqs].T)",
-                "np.ascontiguousarray(np.roll(self._row_skips[:num_reqs].T, 1, axis=0))",
+                "skips = self._row_skips[:num_reqs].T.copy()",
+                "skips = np.roll(self._row_skips[:num_reqs].T, 1, axis=0).copy()",
             ),
         ),
     ),
@@ -94,8 +94,8 @@ FAULTS: dict[str, Fault] = {
         (
             Edit(
                 _COORDINATOR,
-                "release_heads(request_id, skip // self.layer_blocks.block_sizes)",
-                "release_heads(request_id, skip // self.layer_blocks.block_sizes + (skip > 0))",
+                "release_heads(request_id, heads)",
+                "release_heads(request_id, heads + (skip > 0))",
             ),
         ),
     ),
@@ -104,13 +104,13 @@ FAULTS: dict[str, Fault] = {
         (
             Edit(
                 _SCORES,
-                "wrong = (~(highest < torch.inf) & counts).any(dim=1)",
-                "wrong = counts.any(dim=1) & False",
+                "wrong = batch.call.ops.unrankable(scores, firsts, ends)",
+                "wrong = batch.call.ops.unrankable(scores, firsts, ends) & False",
             ),
             Edit(
                 _SCORES,
-                "wrong = ~rows.float().flatten(1).sum(dim=1).isfinite()",
-                "wrong = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)",
+                "wrong = (sums - sums) != 0",
+                "wrong = torch.zeros_like(sums, dtype=torch.bool)",
             ),
         ),
     ),
@@ -125,8 +125,8 @@ FAULTS: dict[str, Fault] = {
             ),
             Edit(
                 _NAMES,
-                'key.update(f" {point} ".encode() + plan.skip_after(number).tobytes())',
-                'key.update(f" {point} ".encode())',
+                ".encode() + plan.skip_after(number).tobytes())",
+                ".encode())",
             ),
         ),
     ),

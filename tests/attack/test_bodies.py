@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,32 +13,12 @@ import pytest
 from aiohttp import web
 
 from tests.attack.bodies import COMPLETIONS, HONEST, Attack, draw, encode
-from tests.attack.findings import Findings, curl
+from tests.attack.findings import Findings
 from tests.attack.fuzz import HONEST_PROMPTS, Client, known_in_vllm
 
 pytestmark = pytest.mark.cpu
 
 SEED = 7
-
-
-def test_a_request_is_drawn_again_from_its_number() -> None:
-    first, again = ([draw(SEED, number, "model") for number in range(400)] for _ in range(2))
-    assert first == again
-    assert first != [draw(SEED + 1, number, "model") for number in range(400)]
-    assert max(len(attack.body) for attack in first) > 30_000
-    assert re.search(rb"9{5000}", b"".join(attack.body for attack in first))
-
-
-def test_a_failing_request_is_told_as_a_command(tmp_path: Path) -> None:
-    for number in range(200):
-        attack = draw(SEED, number, "model")
-        words = shlex.split(curl("http://host:1", attack, tmp_path, number))
-        sent = words[words.index("--data-binary") + 1]
-        data = Path(sent[1:]).read_bytes() if sent.startswith("@") else sent.encode()
-        assert data == attack.body and words[-1] == f"http://host:1{attack.path}"
-        assert [f"-H{name}: {value[:200]}" for name, value in attack.headers.items()] == [
-            word for word in words if word.startswith("-H")
-        ]
 
 
 def _serve(answer: Callable[[bytes, int], tuple[int, bytes]], numbers: list[int]) -> Findings:

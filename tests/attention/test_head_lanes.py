@@ -17,9 +17,6 @@ import torch
 
 from vllm_pyramid.attention.per_head.lanes import HeadLanes
 from vllm_pyramid.attention.per_head.layout import HeadTableLayout
-from vllm_pyramid.kernels import get_ops, reference
-from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.step import Step
 
 pytestmark = pytest.mark.cpu
@@ -77,55 +74,6 @@ def a_step(skips: np.ndarray) -> Step:
     step = Step.nothing(len(skips), skips.shape[1])
     step.skips = skips.astype(np.int32)
     return step
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [
-        pytest.param([1, 1, 1, 1], id="decode"),
-        pytest.param([50, 1, 23, 130], id="mixed"),
-        pytest.param([61, 48, 73, 130], id="prompts"),
-    ],
-)
-@pytest.mark.parametrize("device", ["cpu", "reference"])
-def test_each_head_attends_to_what_it_holds(counts: list[int], device: str) -> None:
-    lens = [61, 48, 73, 130]
-    ops: Any = reference if device == "reference" else get_ops("cpu")
-    layer, lanes = Layer(lens), HeadLanes(G, N)
-    skips = np.array([[0, 0, 0, 0], [11, 24, 0, 96], [48, 47, 70, 0]])
-    skips = np.minimum(skips, np.array(lens) - np.array(counts))
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
-
-    def begin(counts: Sequence[int]) -> Any:
-        starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-        return lanes.of_step(a_step(skips), starts, seq_lens, max(lens) + 9)
-
-    layer.write(lanes, ops, begin(lens), lens)  # a step before
-    assert not layer.keys[1:][:-1].isnan().all()
-    step = begin(counts)
-    layer.write(lanes, ops, step, counts)
-    query = torch.randn(sum(counts), G * GROUP, D)
-    batch = AttentionBatch(
-        query,
-        layer.keys,
-        layer.values,
-        lanes.tables(step, layer.table),
-        step.query_starts,
-        step.seq_lens,
-        torch.from_numpy(skips.astype(np.int32)).T.flatten(),
-    )
-    out = torch.full_like(query, torch.nan)
-    lanes.attend(ops, batch, Softmax(D**-0.5), out)
-    expected = oracle(layer, query, counts, skips)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
-    # What evictions see of a lane is the same request with one KV head.
-    whole = AttentionInputs(ops, 2, batch, Softmax(D**-0.5))
-    for lane, inputs in enumerate(lanes.split(whole)):
-        assert inputs.layer == 2 * G + lane
-        alone = torch.empty(inputs.query.shape)
-        ops.paged_attention(alone, inputs.batch, inputs.softmax)
-        theirs = out[:, lane * GROUP : (lane + 1) * GROUP]
-        torch.testing.assert_close(alone, theirs, rtol=0, atol=0 if device == "cpu" else 1e-6)
 
 
 def test_layers_share_the_lanes_of_a_step() -> None:

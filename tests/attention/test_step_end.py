@@ -14,11 +14,9 @@ from tests.pretended_device import DeviceTensor, PretendedDevice
 from tests.shifted_worker import KV_HEADS, Host, Worker, launch_tables, policies
 from tests.steps import make_call
 from vllm_pyramid.attention import step_end
-from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.methods.keydiff import KeyDiffScorer
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.eviction_rows import JoinedTables
-from vllm_pyramid.step.hooks import MethodHooks
 from vllm_pyramid.step.trace import TraceWriter
 
 pytestmark = pytest.mark.cpu
@@ -69,13 +67,6 @@ def _run(
             assert trace.finish_step(worker.last_evictions) == 0
     monkeypatch.undo()
     return worker
-
-
-def test_score_policies_pyramids_chunks_and_heads_join() -> None:
-    names = {policy.name for policy in JOINED}
-    assert {"snapkv", "pyramidkv", "streaming-llm", "keydiff", "duoattention"} <= names
-    assert not names & {"h2o", "xkv", "pyramidinfer", "kcache", "scissorhands"}
-    assert any(policy.chunk.tokens for policy in JOINED)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +212,3 @@ def _check_rows(joined: JoinedTables, tables: list[torch.Tensor]) -> None:
     rows = np.concatenate([np.arange(len(table)) for table in tables])
     found = joined.table[torch.from_numpy(joined.rows(places, rows))]
     assert torch.equal(found, torch.cat(tables))
-
-
-def test_of_which_policies_it_takes_no_layers() -> None:
-    for name in ("full", "h2o"):
-        policy = load_policy(name)
-        assert StepEndEviction.of(policy, MethodHooks(), 2) is None

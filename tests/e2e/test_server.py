@@ -128,53 +128,6 @@ def test_completions(client: openai.OpenAI, model: str) -> None:
     assert "".join(pieces) == answer.choices[0].text
 
 
-def test_chat(client: openai.OpenAI, model: str) -> None:
-    arguments: dict[str, Any] = {
-        "model": model,
-        "messages": [{"role": "user", "content": f"To be said once. {TEXT}"}],
-        "max_tokens": 8,
-        "temperature": 0,
-    }
-    answer = client.chat.completions.create(**arguments)
-    assert answer.choices[0].finish_reason == "length"
-    _check_report(answer.kv_transfer_params, 64)
-
-    anew = {"cache_salt": "streamed"}
-    stream = client.chat.completions.create(stream=True, extra_body=anew, **arguments)
-    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert len(pieces) > 1
-    assert "".join(pieces) == answer.choices[0].message.content
-
-
-def test_single_requests_may_differ(client: openai.OpenAI, model: str) -> None:
-    report = _complete(client, model, **_xargs(kv_policy="full")).kv_transfer_params
-    assert report["kv_policy"] == "full"
-    assert report["kept_tokens"] == [report["prompt_tokens"]] * LAYERS
-    assert report["evicted_tokens"] == 0
-    assert report["blocks_after"] == report["blocks_before"]
-
-    _check_report(_complete(client, model, **_xargs(kv_budget=256)).kv_transfer_params, 256)
-    share = _complete(client, model, **_xargs(kv_budget="25%")).kv_transfer_params
-    _check_report(share, -(-share["prompt_tokens"] // 4))
-    floor = {"kv_budget": "25%", "kv_min_tokens": 256}
-    floored = _complete(client, model, **_xargs(**floor)).kv_transfer_params
-    assert floored["kv_min_tokens"] == 256 > share["prompt_tokens"] / 4
-    assert "kv_min_tokens" not in share
-    _check_report(floored, 256)
-
-    short = _complete(client, model, prompt="A short prompt").kv_transfer_params
-    assert short["evicted_tokens"] == 0
-
-
-def test_several_choices_and_logprobs(client: openai.OpenAI, model: str) -> None:
-    answer = _complete(client, model, n=3, temperature=0.8, seed=1, logprobs=2)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    for choice in answer.choices:
-        assert len(choice.logprobs.token_logprobs) == 8
-        assert all(len(top) >= 2 for top in choice.logprobs.top_logprobs)
-    _check_report(answer.kv_transfer_params, 64)
-
-
 @pytest.mark.parametrize(("values", "reason"), WRONG)
 def test_wrong_requests_are_answered(
     server: Server, client: openai.OpenAI, model: str, values: dict[str, Any], reason: str
@@ -220,25 +173,6 @@ def test_metrics_agree_with_the_responses(
     assert freed[LAYERS - 1] > freed[0] > 0  # a pyramid
 
 
-def test_a_prefix_is_found_and_counted(server: Server, client: openai.OpenAI, model: str) -> None:
-    """By the same budget, another one and `full`; not by another salt."""
-
-    def cached(**changes: Any) -> int:
-        answer = _complete(client, model, prompt=f"This comes first. {TEXT}", **changes)
-        details = answer.usage.prompt_tokens_details
-        return (details and details.cached_tokens) or 0
-
-    def hits() -> float:
-        return server.metrics()["vllm:prefix_cache_hits_total"][-1]
-
-    before = hits()
-    assert cached() == 0
-    found = [cached(), cached(**_xargs(kv_budget=200)), cached(**_xargs(kv_policy="full"))]
-    assert found[0] == found[1] == found[2] > 0, found  # all but the queries that score
-    assert cached(extra_body={"cache_salt": "another"}) == 0
-    assert hits() - before == sum(found)
-
-
 def test_a_closed_stream_gives_its_blocks_back(
     server: Server, client: openai.OpenAI, model: str
 ) -> None:
@@ -254,18 +188,6 @@ def test_a_closed_stream_gives_its_blocks_back(
     assert set(metrics["vllm_pyramid:tokens_held"].values()) == {0}
     assert _totals(metrics)[0] == evictions + 1
     _check_report(_complete(client, model).kv_transfer_params, 64)
-
-
-def test_the_log_tells(server: Server, client: openai.OpenAI, model: str) -> None:
-    """The counters in words, at most every ten seconds."""
-    line = re.compile(r"KV policy: \d+ evictions, (\d+) tokens and (\d+) blocks given back")
-    end = time.monotonic() + 40
-    while not (found := line.search(server.log.read_text())) and time.monotonic() < end:
-        _complete(client, model)
-        time.sleep(1)
-    assert found is not None
-    # Blocks go back one step after the tokens were evicted.
-    assert int(found.group(1)) >= BLOCK * int(found.group(2)) > 0
 
 
 def _check_end(server: Server, how: signal.Signals) -> None:

@@ -86,43 +86,6 @@ def test_prompt_logprobs(engine: Engine) -> None:
         assert {t: p.logprob for t, p in ours.items()} == {t: p.logprob for t, p in full.items()}
 
 
-def test_extreme_lengths(engine: Engine) -> None:
-    """One token in, one token out, shorter than the window, up to the model's last position."""
-    window = 8
-    lengths = [1, 2, window - 1, window, window + 1, 255, 256, 257, MAX_LEN - 20, MAX_LEN - 1]
-    prompts = _prompts(*lengths)
-    full = engine.generate(prompts, greedy(1, kv_policy="full"))
-    one = engine.generate(prompts, greedy(1))
-    assert [run.token_ids for run in one] == [run.token_ids for run in full]
-    engine.check_whole()
-    for n, run in zip(lengths, engine.generate(prompts, greedy(500)), strict=True):
-        assert len(run.token_ids) == min(500, MAX_LEN - n)
-        assert run.output.outputs[0].finish_reason == "length"
-        assert len(run.report["kept_tokens"]) == 8
-        assert (run.report["evicted_tokens"] > 0) == (n >= 255)
-    engine.check_whole()
-
-
-def test_budgets_of_requests(engine: Engine) -> None:
-    """Several budgets in one batch: each request keeps what it asked for."""
-    prompt = _prompts(400)[0]
-    asked: list[dict[str, Any]] = [
-        {},
-        {"kv_budget": 100},
-        {"kv_budget": "50%"},
-        {"kv_policy": "full"},
-        {"kv_policy": "pyramidkv", "kv_budget": 30},
-        {"kv_budget": 4000},
-    ]
-    runs = engine.run([Job(prompt, greedy(8, **extra)) for extra in asked])
-    assert [run.report["kv_budget"] for run in runs] == [48, 100, 200, 400, 30, 400]
-    for run in runs:
-        kept, budget = run.report["kept_tokens"], run.report["kv_budget"]
-        assert budget * 8 <= sum(kept) < (budget + 16) * 8
-        assert run.report["evicted_tokens"] == 400 * 8 - sum(kept)
-        assert run.token_ids[0] == runs[3].token_ids[0]
-
-
 def test_settings_of_requests_mix_in_one_step(engines: EnginePool, random_model: Path) -> None:
     """Spans beside a conversation's second eviction: all answers are those of requests alone."""
     settings = {**SETTINGS, "kv_policy": "snapkv", "kv_budget": 64, "max_num_batched_tokens": 260}

@@ -23,7 +23,6 @@ from tests.engine.support import (
     EnginePool,
     Job,
     Outcome,
-    count_preemptions,
     greedy,
     is_cpu_build,
     random_prompts,
@@ -217,34 +216,6 @@ def test_a_real_hybrid(engines: EnginePool, tmp_path: Path) -> None:
     engine.check_whole()
     readers = _readers(folder, layers)
     _check_outcomes(engine, HybridModel(str(folder)), outcomes, readers, tmp_path, NEAR_ELSEWHERE)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "granite4"])
-def test_preempted(
-    engines: EnginePool, family_model: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
-    """In a pool too small for all of them requests come back and evict again, as the first time."""
-    family, folder = FAMILIES[name], family_model(name)
-    readers = _readers(folder, family.full_layers)
-    model = HybridModel(str(folder))
-    blocks = {"gemma3": 116, "granite4": 29}[name]
-    engine = engines.get(
-        folder,
-        kv_trace=str(tmp_path),
-        num_gpu_blocks_override=blocks,
-        kv_admission="prompt",
-        **_settings(),
-    )
-    jobs = [
-        Job(prompt, greedy(150), arrival=2 * index)
-        for index, prompt in enumerate(random_prompts((90, 110, 130, 105, 120, 97), seed=4))
-    ]
-    engine.shuffle_blocks()
-    with count_preemptions(engine) as preemptions:
-        outcomes = engine.run(jobs, lambda engine: check_pool(engine.coordinator))
-    assert preemptions["evicted"] >= 1
-    engine.check_whole()
-    _check_outcomes(engine, model, outcomes, readers, tmp_path, NEAR_ELSEWHERE)
 
 
 def _check_same(expected: Outcome, found: Outcome, near: float) -> None:

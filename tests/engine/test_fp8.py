@@ -31,7 +31,6 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
-from tests.engine.test_memory import PROMPT_LEN, running_in_steady_state
 from tests.engine.test_right_tokens import check
 from vllm_pyramid.compat.cache_specs import scales_of
 
@@ -269,28 +268,6 @@ def test_prefixes_and_preemption(engines: EnginePool, tiny_model: Callable[[str]
         assert (sum(outcome.cached for outcome in outcomes) > 500) == caching
         assert bool(preempted["evicted"]) == (blocks == 230), preempted
     assert runs[0] == runs[1] == runs[2]
-
-
-@pytest.mark.slow
-def test_half_the_memory(engines: EnginePool, tiny_model: Callable[[str], Path]) -> None:
-    """Twice the blocks of bfloat16 in the same memory, and nearly twice the requests at once."""
-    shape: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "max_model_len": PROMPT_LEN + 128,
-        "max_num_seqs": 192,
-        "max_num_batched_tokens": PROMPT_LEN + 128,
-        "kv_cache_memory_bytes": 8 << 20,
-        "kv_policy": "pyramidkv",
-        "kv_budget": "12%",
-    }
-    blocks, running = {}, {}
-    for dtype, requests in (("auto", 130), ("fp8", 260)):
-        engine = engines.get(tiny_model("llama-thin"), kv_cache_dtype=dtype, **shape)
-        blocks[dtype] = engine.pool.num_gpu_blocks
-        running[dtype] = running_in_steady_state(engine, requests)
-    print(f"blocks {blocks}, requests decoding at once {running}")
-    assert blocks["fp8"] == 2 * blocks["auto"]
-    assert running["fp8"] >= 1.9 * running["auto"] and running["auto"] >= 20
 
 
 def test_scales_of_a_checkpoint(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conversations import Rows, ask, kept_at_end
 from tests.engine.paged_paper import SummaryCheck, pages_read
@@ -270,28 +269,6 @@ def test_an_evicted_state_comes_back(
     assert_same_tokens(found[1:], found[:1])
     assert kept_at_end(traces, found[1]) == kept_at_end(traces, found[0])
     engine.check_whole()
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({"kv_turns": [], "kv_turn_mode": "fast"}, "resume or exact, not 'fast'"),
-        ({"kv_turns": [], "kv_turn_mode": ["exact"]}, "resume or exact"),
-        ({"kv_turn_mode": "exact"}, "send kv_turns"),
-        ({"kv_turns": [300], "kv_turn_mode": "exact"}, "ends at 300 tokens"),
-    ],
-)
-def test_wrong_modes(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    traces: Path,
-    own: dict[str, Any],
-    message: str,
-) -> None:
-    engine = engine_of(engines, tiny_model("mistral"), traces)
-    (prompt,) = random_prompts([300])
-    with pytest.raises(VLLMValidationError, match=message):
-        engine.client.add_request("wrong", {"prompt_token_ids": prompt}, greedy(4, **own))
 
 
 @pytest.fixture(scope="module")

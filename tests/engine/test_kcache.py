@@ -8,7 +8,6 @@ or, in the paper's notation, stay as they are.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,6 @@ import torch
 
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
-from tests.scheduler.checks import check_pool
-from vllm_pyramid.methods.host_values import HostValues
 
 pytestmark = pytest.mark.engine
 
@@ -164,47 +161,6 @@ def test_survivors_v_in_host_memory(
 # Memory -------------------------------------------------------------------------------------------
 
 
-def test_nearly_twice_as_many_requests_at_once(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
-    """32 layers, L = 1: (m + L) / 2m of the blocks, and 1.9 times the requests in one pool."""
-    model, layers, prompt_len = tiny_model("llama-deep"), 32, 500
-    settings: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 512,
-        "max_num_batched_tokens": 8 * 512,
-        "num_gpu_blocks_override": 16 * 32 * layers + 1,  # 16 of the longest, of K and V
-    }
-    prompts = random_prompts([prompt_len] * 34)
-    most: dict[str, int] = {}
-    held: dict[str, list[int]] = {}
-    for policy in ("full", "kcache"):
-        engine = engines.get(model, kv_policy=policy, **settings)
-        assert engine.usable_blocks == 16 * 32 * layers
-        counts = []
-
-        def count(engine: Engine, counts: list[int] = counts, policy: str = policy) -> None:
-            check_pool(engine.coordinator)
-            running = engine.scheduler.running
-            if engine.scheduler.waiting:
-                counts.append(len(running))
-            for request in running:
-                if request.num_computed_tokens > prompt_len:
-                    held[policy] = engine.coordinator.blocks_held(request.request_id)
-
-        outcomes = engine.run([Job(prompt, greedy(12)) for prompt in prompts], count)
-        engine.check_whole()
-        most[policy] = max(counts)
-    assert held["full"] == [32] * layers
-    assert held["kcache"] == [32] + [16] * (layers - 1)
-    assert sum(held["kcache"]) / sum(held["full"]) == (layers + 1) / (2 * layers)
-    print(f"requests at once: {most}")
-    assert most["full"] == 16
-    assert most["kcache"] >= 1.9 * most["full"]
-    report = outcomes[0].report
-    assert report["blocks_after"] / report["blocks_before"] == (layers + 1) / (2 * layers)
-
-
 def test_a_small_host_pool_makes_requests_wait(
     engines: EnginePool, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -322,32 +278,3 @@ def test_a_later_turn_reaches_what_the_first_did_not_need(engines: EnginePool) -
     print(f"digits of the second answer found: {found}")
     assert found["kcache"] >= 0.9
     assert found["pyramidkv"] <= 0.5  # the question is one that eviction loses
-
-
-def test_v_of_few_keys_costs_no_perplexity(engines: EnginePool) -> None:
-    """Of 1,024 tokens the preset's 128 keys; the paper's weights lose a tenth (docs/quality.md)."""
-    from vllm_pyramid.policy import load_policy
-    from vllm_pyramid.tools.demo import model_path
-    from vllm_pyramid.tools.eval.forced import forced_params
-    from vllm_pyramid.tools.eval.haystack import load_tokens
-
-    values = load_policy("kcache").values
-    assert isinstance(values, HostValues)
-    tokens = load_tokens(model_path())
-    prompts = []
-    for index in range(12):
-        ids = tokens.encode(" ".join(tokens.passage(random.Random(index), 1088)))
-        prompts.append((ids[:1024], ids[1024:]))
-    engine = _built_in(engines, "kcache", kv_policy_args={"top_n": 32})
-    perplexity = []
-    for extra in ({"kv_policy": "full"}, {"kv_top_n": values.top_n}):
-        outcomes = engine.run([Job(ids, forced_params(rest, extra)) for ids, rest in prompts])
-        nats = [
-            -float(outcome.logprobs[i][rest[i]])
-            for outcome, (_, rest) in zip(outcomes, prompts, strict=True)
-            for i in range(1, len(rest))  # the first token's are the prefill's
-        ]
-        perplexity.append(math.exp(sum(nats) / len(nats)))
-    full, ours = perplexity
-    print(f"perplexity: full {full:.2f}, kcache {ours:.2f}")
-    assert ours == pytest.approx(full, rel=0.02) and ours != full

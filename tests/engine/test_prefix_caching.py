@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.bench import small_pool
 from tests.engine.conversations import Rows, cached_tokens
 from tests.engine.families import make_family
 from tests.engine.support import EnginePool, Job, assert_same_tokens, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
-BLOCK = 16
 WINDOW = 8
 
 
@@ -31,24 +29,6 @@ def _settings(**changes: Any) -> dict[str, Any]:
         "kv_policy_args": {"window": WINDOW},
         **changes,
     }
-
-
-def test_blocks_that_are_needed_are_not_kept(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
-    """In a pool without room for copies a prompt leaves its head behind, or nothing."""
-    engine = engines.get(tiny_model("mistral"), **_settings())
-    look = Rows(engine)
-    (prompt,) = random_prompts([500], seed=1)
-    found = []
-    with small_pool(engine, 4 * 32):  # one prompt with its answer
-        for _ in range(3):
-            (outcome,) = engine.run([Job(prompt, greedy(12))], look)
-            found.append((outcome.cached, outcome.token_ids))
-    left = (500 - 64) // BLOCK * BLOCK  # before the least skip, of all layers alike
-    assert [cached for cached, _ in found] == [0, left, left]
-    assert found[0][1] == found[1][1] == found[2][1]
-    engine.check_whole()
 
 
 def test_samples_of_one_prompt_share_it(

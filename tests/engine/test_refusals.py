@@ -146,37 +146,6 @@ def test_refused_flags(random_model: Path, arguments: dict[str, Any], flag: str)
 
 
 @pytest.mark.parametrize(
-    ("policy", "way_out"),
-    [
-        ("xkv", "vllm-pyramid calibrate"),
-        ("pyramidinfer", "a policy without `allocator: decay`"),
-        ("kcache", "a policy without `values: host`"),
-        ("adakv", "a policy without `heads: adaptive`"),
-    ],
-)
-def test_policies_that_pipeline_stages_cannot_serve(
-    random_model: Path, policy: str, way_out: str
-) -> None:
-    with pytest.raises(ValueError, match=f"--pipeline-parallel-size: .*{way_out}"):
-        _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=2)
-
-
-@pytest.mark.parametrize(
-    ("policy", "arguments", "reason"),
-    [
-        ("pyramidkv", {"enable_prefix_caching": False}, " and --no-enable-prefix-caching"),
-        ("h2o", {}, ": it adds up"),
-        ("kcache", {}, ": V lies in host memory"),
-    ],
-)
-def test_what_the_host_cache_cannot_store(
-    random_model: Path, policy: str, arguments: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(ValueError, match=f"--kv-host-cache{reason}"):
-        _config(random_model, {"kv_policy": policy, "kv_host_cache": 0.01}, **arguments)
-
-
-@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ({"nnodes": 2}, " and ranks on several hosts"),
@@ -232,19 +201,6 @@ def test_hybrid_models_in_pipeline_stages(tmp_path: Path) -> None:
     windows = make_family("gemma3", tmp_path / "gemma3")
     with pytest.raises(ValueError, match=r"--pipeline-parallel-size and .*do not evict"):
         _config(windows, pipeline_parallel_size=2)
-
-
-@pytest.mark.parametrize(("policy", "is_on"), [("pyramidkv", True), ("h2o", False)])
-def test_pipeline_stages_share_prefixes_as_one_stage_does(
-    random_model: Path, policy: str, is_on: bool
-) -> None:
-    for stages in (1, 2):
-        config = _config(random_model, {"kv_policy": policy}, pipeline_parallel_size=stages)
-        assert config.cache_config.enable_prefix_caching is is_on
-
-
-def test_chunks_of_a_policy_without_scores_may_be_small(random_model: Path) -> None:
-    _config(random_model, {"kv_policy": "streaming-llm"}, max_num_batched_tokens=8, max_num_seqs=4)
 
 
 def test_models_in_which_every_layer_slides(tiny_model: Callable[[str], Path]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 
 from tests.engine import drafts
 from tests.engine.conversations import Rows, ask, talk
@@ -166,31 +165,3 @@ def test_drafts_of_a_model(
         engine.check_whole()
     assert found["hit"] == found["miss"] == found["alone"]
     assert accepted["hit"] == accepted["miss"] > 10
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({"kv_turns": [300]}, "ends at 300 tokens, and its prompt has 300"),
-        ({"kv_turns": [200, 900]}, "ends at 900 tokens"),
-        ({"kv_turns": [200, 200]}, "must rise"),
-        ({"kv_turns": [0, 10]}, "must rise from at least 1"),
-        ({"kv_turns": list(range(1, 514))}, "513 turns, and at most 512"),
-        ({"kv_turns": "100,200"}, "must be a list of whole numbers"),
-        ({"kv_turns": [100.0]}, "must be a list of whole numbers"),
-        ({"kv_turns": [], "kv_policy": "full"}, "'full' .* work with kv_turns: it keeps every"),
-        ({"kv_turn": []}, "kv_turns"),
-    ],
-)
-def test_wrong_inputs(
-    engines: EnginePool, tiny_model: Callable[[str], Path], own: dict[str, Any], message: str
-) -> None:
-    engine = engines.get(tiny_model("mistral"), **SETTINGS)
-    (prompt,) = random_prompts([300])
-    with pytest.raises(VLLMValidationError, match=message):
-        engine.client.add_request("wrong", {"prompt_token_ids": prompt}, greedy(4, **own))
-    params = greedy(4, kv_turns=[100])
-    params.prompt_logprobs = 1
-    with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
-        engine.client.add_request("wrong", {"prompt_token_ids": prompt}, params)
-    assert ask(engine, prompt, [100]).report["kv_turns"] == [100, 300]

@@ -29,7 +29,6 @@ from tests.engine.support import (
     greedy,
     random_prompts,
 )
-from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.methods.pages.reads import PageReads
 from vllm_pyramid.policy import load_policy
 
@@ -180,26 +179,6 @@ def test_an_independent_implementation_gives_its_tokens(
     assert chosen > 3 * TOKENS * (LAYERS - DENSE) * KV_HEADS / 2
 
 
-def test_quest_reads_the_pages_that_its_paper_chooses(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
-    """Index for index, with the queries and keys of a model whose KV heads have one query head."""
-    model, dense = tiny_model("llama-mha"), 2
-    args = {"kv_policy": "quest", "kv_policy_args": {"attend.budget": BUDGET * N}}
-    engine = _fresh(engines.get(model, **{**SELECT, **args}))
-    with pages_read(engine) as pages:
-        outcomes = engine.run(_jobs(lengths=(97, 257, 512)))
-    compared = 0
-    for outcome, oracle, _ in _oracle_runs(model, outcomes, pages):
-        for layer, position, heads in _choices(outcome, pages):
-            assert layer >= dense
-            for head, found in enumerate(heads):
-                query, keys = oracle.queries[layer][head, position], oracle.keys[layer][head]
-                assert found == quests_pages(query, keys[: position + 1], N, BUDGET)
-                compared += 1
-    assert compared == len(outcomes) * (TOKENS - 1) * (LAYERS - dense) * len(heads)
-
-
 def test_the_page_scorer_of_the_documents_chooses(
     engines: EnginePool,
     tiny_model: Callable[[str], Path],
@@ -277,72 +256,7 @@ def test_layers_may_read_different_numbers_of_pages_from_a_context_on(
     assert short["pages_read"] == short["pages_visible"]
 
 
-def test_what_is_not_read_may_hold_anything(engines: EnginePool, model: Path) -> None:
-    """NaN in the pages that no KV head of a layer reads changes no bit."""
-    engine = _fresh(engines.get(model, **SELECT))
-    jobs = _jobs(lengths=(512,))
-    with pages_read(engine) as pages:
-        expected = engine.run(jobs)
-    read = {
-        layer: {page for key, heads in pages.items() if key[1] == layer for own in heads
-                for page in own}
-        for layer in range(DENSE, LAYERS)
-    }  # fmt: skip
-    caches = {layer.impl.context.layer: layer for layer in selecting_layers(engine)}
-    poisoned = []
-
-    def poison(engine: Engine) -> None:
-        for request in engine.scheduler.running:
-            if request.num_computed_tokens < 512 or poisoned:
-                return
-            tables = [m.req_to_blocks[request.request_id] for m in
-                      engine.coordinator.single_type_managers]  # fmt: skip
-            for layer, own in read.items():
-                keys, values = caches[layer].impl._split(caches[layer].kv_cache)
-                for page in set(range(512 // N)) - own:
-                    block = tables[layer][page].block_id
-                    keys[block] = values[block] = torch.nan
-                    poisoned.append((layer, page))
-
-    _fresh(engine)
-    _assert_equal(engine.run(_jobs(lengths=(512,)), poison), expected)
-    assert len(poisoned) > 10
-    for layer in caches.values():
-        layer.kv_cache.zero_()  # prefixes would be found that hold NaN
-    _fresh(engine)
-
-
 # Invariance ---------------------------------------------------------------------------------------
-
-
-def test_a_conversation_of_eight_turns(engines: EnginePool, model: Path) -> None:
-    """Each turn finds the prompt before it and computes the answer again, as if nothing were found.
-
-    Also where it says where its earlier turns ended, with `kv_turn_mode: exact`.
-    """
-    engine = _fresh(engines.get(model, **SELECT))
-    turns = random_prompts([257, *[17] * 7], seed=8)
-    text: list[int] = []
-    ends: list[int] = []
-    sent: list[list[int]] = []
-    found = []
-    for turn in turns:
-        before = len(text)
-        text = [*text, *turn]
-        own = {"kv_turns": [*ends], "kv_turn_mode": "exact"} if len(sent) % 2 and ends else {}
-        (outcome,) = engine.run([Job([*text], greedy(9, logprobs=2, **own))])
-        # What is found ends where the prompt before it did, in whole blocks.
-        assert outcome.cached == (ends[-1] // N * N if ends else 0), before
-        ends.append(len(text))
-        sent.append([*text])
-        found.append(outcome)
-        text += outcome.token_ids
-    engine.check_whole()
-    cold = []
-    for prompt in sent:
-        cold += _fresh(engine).run([Job(prompt, greedy(9, logprobs=2))])
-    assert_same_tokens(found, cold)
-    _assert_read(found)
 
 
 def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:
@@ -493,24 +407,3 @@ def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: P
     after = engine.scheduler.pyramid.reports.policy_stats()
     for name in ("pages_read", "pages_visible"):
         assert after[name] - before[name] == sum(one.report[name] for one in outcomes) > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {
-                "kv_policy": "infllm",
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            },
-            "drafts would overwrite them",
-        ),
-        ({"kv_policy_args": {"attend.dense_layers": 4}}, "nothing would be selected"),
-    ],
-)
-def test_what_was_not_tried_is_refused(
-    engines: EnginePool, model: Path, settings: dict[str, Any], message: str
-) -> None:
-    engines.close()
-    with pytest.raises(ValueError, match=message):
-        engines.get(model, **{**SELECT, **settings})

@@ -23,7 +23,6 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 256,
 }
-LENGTHS = [300, 9, 256, 700, 40, 511, 128, 1]
 
 
 def _check_report(run: Outcome, layers: int) -> None:
@@ -94,16 +93,3 @@ def test_a_sample_is_solved_and_the_rest_gets_its_average(
     with pytest.raises(VLLMValidationError, match="cannot be set by requests"):
         engine.client.add_request("wrong", {"prompt_token_ids": prompts[0]}, greedy(4, **theirs))
     engine.check_whole()
-
-
-def test_shares_of_another_model_are_refused_at_start_up(
-    tiny_model: Callable[[str], Path], engines: EnginePool, tmp_path: Path
-) -> None:
-    file = tmp_path / "budgets.yaml"
-    file.write_text(
-        "budget: 64\nwindow: 8\nscorer: observation_window\n"
-        "allocator: {kind: shares, shares: [1, 2, 3]}\n"
-    )
-    engines.close()
-    with pytest.raises(ValueError, match="shares for 3 layers, but this model has 4"):
-        engines.get(tiny_model("llama-mha"), **{**SETTINGS, "kv_policy": str(file)})

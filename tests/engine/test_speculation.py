@@ -264,34 +264,3 @@ def test_nobody_is_preempted_for_drafts(
     assert all(len(outcome.token_ids) == 100 for outcome in outcomes)
     assert preemptions["all"] == 0
     assert engine.scheduler.pyramid.chunks.admission.pace.mean > 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "speculation", "message"),
-    [
-        ({"kv_policy": "h2o", "kv_budget": 64}, SPECULATION, "evicts while it generates"),
-        ({"kv_policy": "kcache"}, SPECULATION, "what one token attends to"),
-        (POLICIES["pyramidinfer"], "eagle", "drops tokens between layers"),
-        (
-            {"kv_policy": "snapkv", "kv_budget": 64},
-            {"method": "custom_class", "model": "some.Class", "num_speculative_tokens": 2},
-            r"drafts by another method \(custom_class\): it was not tried",
-        ),
-    ],
-)
-def test_what_cannot_be(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    drafters: dict[str, tuple[Path, dict[str, Any]]],
-    settings: dict[str, Any],
-    speculation: dict[str, Any] | str,
-    message: str,
-) -> None:
-    model = tiny_model("llama-mha")
-    if isinstance(speculation, str):
-        model, own = drafters[speculation]
-        speculation = {"method": speculation, **own}
-    with pytest.raises(ValueError, match=message):
-        engines.get(
-            model, speculative_config=speculation, max_model_len=512, **SETTINGS, **settings
-        )

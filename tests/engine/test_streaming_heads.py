@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conversations import Rows, cached_tokens
 from tests.engine.paper import HuggingFaceModel
@@ -46,12 +45,6 @@ SETTINGS: dict[str, Any] = {
 LENGTHS = [1, 56, 57, 64, 65, 257, 512, 700]
 MASK = np.random.default_rng(5).random((LAYERS, HEADS)).tolist()
 ARGS = {"mask": MASK, "heads.sinks": SINKS, "heads.recent": RECENT, "share": 0.5}
-
-
-def engine_of(engines: EnginePool, model: Path) -> Engine:
-    return engines.get(
-        model, kv_policy="duoattention", kv_policy_args=ARGS, kv_min_tokens=None, **SETTINGS
-    )
 
 
 def jobs(**extra_args: Any) -> list[Job]:
@@ -190,33 +183,6 @@ def untouched(prompt_len: int) -> int:
     return max(prompt_len - SINKS - RECENT, 0) // LANE_BLOCK * LANE_BLOCK
 
 
-def test_prefixes_are_found_up_to_what_an_eviction_overwrites(
-    engines: EnginePool, random_model: Path
-) -> None:
-    """By the request that looks, and by the one that left them."""
-    engine = caching_engine(engines, random_model)
-    engine.llm.reset_prefix_cache()
-    prompt, other = random_prompts([500, 300], seed=11, vocab_size=2048)
-    look = Rows(engine)
-
-    def cached(tokens: list[int], **extra: Any) -> int:
-        (outcome,) = engine.run([Job(tokens, greedy(4, **extra))], look)
-        return int(outcome.output.num_cached_tokens)
-
-    assert cached(prompt) == 0
-    assert cached(prompt) == untouched(500) == 384
-    assert cached(prompt, kv_policy="full") == 384, "no other has left more"
-    assert cached(prompt, kv_policy="full") == 448, "that one has: all whole blocks"
-    assert cached(prompt) == 384
-    assert cached(prompt[:300]) == untouched(300) == 192
-    assert cached(prompt[:50]) == 0, "less than a block"
-    assert cached([*prompt, *other]) == 448
-    assert cached([*prompt, *other]) == untouched(800) == 704
-    assert cached(other) == 0
-    assert engine.llm.reset_prefix_cache() and cached(prompt) == 0
-    engine.check_whole()
-
-
 def test_where_no_head_keeps_everything_what_is_overwritten_is_copied(
     engines: EnginePool, random_model: Path
 ) -> None:
@@ -275,50 +241,3 @@ def test_heads_that_keep_everything_share_behind_the_eviction(
 
 
 # Evictions inside the prompt ----------------------------------------------------------------------
-
-CHUNK = 200
-
-
-def chunked_engine(engines: EnginePool, model: Path, **changes: Any) -> Engine:
-    args = {**ARGS, "chunk.tokens": CHUNK}
-    return engines.get(
-        model,
-        kv_policy="duoattention",
-        kv_policy_args=args,
-        kv_min_tokens=None,
-        **{**SETTINGS, **changes},
-    )
-
-
-def test_the_peak_is_what_the_plan_says(engines: EnginePool, random_model: Path) -> None:
-    """A prompt of 700 tokens in a pool that could not hold it whole; prefixes up to a point."""
-    (prompt,) = random_prompts([700], seed=14, vocab_size=2048)
-    large = chunked_engine(engines, random_model)
-    of_lanes, held = LAYERS * HEADS // 2, []
-    # At 600 tokens, the ones before 400 of which a streaming head has kept 56 and less than a
-    # block; at 700 and behind, retrieval heads hold more and the others less.
-    peak = of_lanes * (10 + 10 - (400 - SINKS - RECENT) // LANE_BLOCK)
-
-    def count(engine: Engine) -> None:
-        held.append(int(engine.coordinator.counters.held_blocks.sum()))
-
-    (alone,) = large.run([Job(prompt, greedy(12, logprobs=2))], count)
-    assert max(held) == peak < LAYERS * HEADS * 11
-    small = chunked_engine(
-        engines,
-        random_model,
-        max_model_len=720,
-        enable_prefix_caching=True,
-        num_gpu_blocks_override=1 + LAYERS * HEADS * 9,  # whole it would take 12 of each
-    )
-    look = Rows(small)
-    for cached in (0, (CHUNK - SINKS - RECENT) // LANE_BLOCK * LANE_BLOCK):
-        (outcome,) = small.run([Job(prompt, greedy(12, logprobs=2))], look)
-        assert outcome.output.num_cached_tokens == cached
-        assert_same_tokens([outcome], [alone])
-        assert outcome.report == alone.report
-    whole, said = greedy(12, kv_policy="full"), "holds up to 352 blocks, and the pool has 288: send"
-    with pytest.raises(VLLMValidationError, match=said):  # before the scheduler hears of it
-        small.client.add_request("whole", {"prompt_token_ids": prompt}, whole)
-    assert not small.client.has_unfinished_requests()
-    small.check_whole()

@@ -161,31 +161,6 @@ def test_what_is_generated_is_thinned(
         assert outcome.report["blocks_after"] < sum(-(-count // BLOCK) + 1 for count in last)
 
 
-def test_exact_numbers_of_generated_tokens(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Two query heads a KV head, other groups than blocks, not a token more than the formula."""
-    path = tiny_model("mistral")
-    generated = {"gen_window": 12, "gen_interval": 6, "gen_decay_ratio": 0.0}
-    engine = engines.get(
-        path,
-        kv_policy_args={**ARGS, "schedule": "thin_generated", "fill_blocks": False, **generated},
-        kv_trace=str(tmp_path),
-        **ENGINE,
-    )
-    engine.shuffle_blocks()
-    prompts = random_prompts([130, 33], seed=9)
-    model = ThinnedModel(str(path))
-    settings = replace(_settings(ARGS, fill_blocks=False), **generated)
-    for outcome in engine.generate(prompts, greedy(60, logprobs=1)):
-        thinned = _check_generated(model, settings, outcome, tmp_path, engine.num_layers)
-        n = len(outcome.job.prompt)
-        kept = [sum(p >= n for p in positions) for positions in thinned[n + 54]]
-        # Of 42 that left the window 0.9 * (1, 0.854, 0.5, 0.146).
-        assert [count - 12 for count in kept] == [37, 32, 18, 5]
-    engine.check_whole()
-
-
 def _jobs(vocab_size: int, *, staggered: bool) -> list[Job]:
     """Staggered prompts meet others that decode."""
     prompts = random_prompts(LENGTHS, seed=11, vocab_size=vocab_size)
@@ -289,28 +264,6 @@ def test_deeper_layers_compute_less_and_memory_halves(
     engine.check_whole()
 
 
-def test_where_everything_is_kept_nothing_changes(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
-    """Bit for bit `full`: no layer thins, or no context is longer than the floor."""
-    path = tiny_model("llama-mha")
-    of_full = None
-    for args in ({"decay_ratio": 1.0}, {**ARGS, "min_context": 1000}):
-        engine = engines.get(path, kv_policy_args={"piece_tokens": PIECE, **args}, **ENGINE)
-        runs = [
-            [(outcome.token_ids, outcome.logprobs) for outcome in engine.run(jobs)]
-            for jobs in (
-                _jobs(512, staggered=True),
-                [
-                    Job(job.prompt, greedy(MAX_TOKENS, logprobs=1, kv_policy="full"), job.arrival)
-                    for job in _jobs(512, staggered=True)
-                ],
-            )
-        ]
-        of_full = of_full or runs[1]
-        assert runs[0] == runs[1] == of_full
-
-
 def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path: Path) -> None:
     """Before anything starts, naming the model, flag or budget."""
     import json
@@ -337,18 +290,3 @@ def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path
         _config(random_model, {**policy, "kv_budget": "30%"}, max_num_batched_tokens=1024)
     with pytest.raises(ValueError, match="a percentage such as 50%, not 64 tokens"):
         _config(random_model, {**policy, "kv_budget": 64})
-
-
-def test_prompt_logprobs_are_refused(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    engine = engines.get(tiny_model("llama-mha"), kv_policy_args=ARGS, **ENGINE)
-    prompt = {"prompt_token_ids": random_prompts([100])[0]}
-    with pytest.raises(VLLMValidationError, match=r"'pyramidinfer' .* prompt_logprobs: it drops"):
-        engine.client.add_request("no", prompt, SamplingParams(max_tokens=1, prompt_logprobs=1))
-    params = SamplingParams(max_tokens=1, prompt_logprobs=1, extra_args={"kv_policy": "full"})
-    (outcome,) = engine.run([Job(prompt["prompt_token_ids"], params)])
-    assert len(outcome.output.prompt_logprobs) == 100

@@ -398,16 +398,6 @@ def per_layer(stock: dict[str, Any], name: str = "pyramidkv") -> Any:
     return roles_of(stock, load_policy(name), max_model_len=4096).evicting
 
 
-def test_layers_are_numbered_from_the_bottom_and_keep_their_settings() -> None:
-    stock = specs(block_stride_alignment=64)
-    result = per_layer(stock)
-    assert list(result) == [f"model.layers.{layer}.self_attn.attn" for layer in (0, 2, 10)]
-    assert [spec.layer_idx for spec in result.values()] == [0, 1, 2]
-    for name, spec in result.items():
-        assert spec.block_stride_alignment == 64
-        assert spec.page_size_bytes == stock[name].page_size_bytes
-
-
 def test_a_draft_models_layers_keep_all_and_come_last() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -441,10 +431,6 @@ def test_layers_that_eviction_would_falsify_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         per_layer(specs(**changes))
-
-
-def test_a_window_longer_than_any_sequence_is_none() -> None:
-    assert len(per_layer(specs(sliding_window=4096))) == 3
 
 
 def test_quantised_caches_and_unequal_pages_are_refused() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +14,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from tests.engine.families import _COMMON, FAMILIES, WINDOW
 from vllm_pyramid.frontend.cache_shape import CacheShape, OtherLayers
 from vllm_pyramid.frontend.layer_kinds import (
-    BOTH,
     CHUNKED,
-    FULL,
-    NO_CACHE,
     SLIDING,
     STATE,
     has_other_layers,
     has_states,
-    layer_kinds,
 )
 from vllm_pyramid.frontend.model_shape import shape_of_model, state_block_size
 
@@ -67,12 +62,6 @@ def test_companions(name: str) -> None:
     states = bool(family.other_layers) and family.other_layers not in KINDS
     assert has_other_layers(config, WINDOW) == states, "a window that no sequence is longer than"
     assert has_states(config, 512) == states
-
-
-def test_configurations_of_other_shapes() -> None:
-    assert not has_other_layers(SimpleNamespace(n_layers=3), 512)
-    phi = SimpleNamespace(num_hidden_layers=2, sliding_window=4096)
-    assert has_other_layers(phi, 8192) and not has_other_layers(phi, 4096)
 
 
 def test_what_a_window_holds() -> None:
@@ -178,27 +167,6 @@ def test_configurations_as_released(
     )
 
 
-def test_kinds_as_vllm_reads_them() -> None:
-    def kinds(name: str, **options: Any) -> list[str]:
-        return layer_kinds(getattr(transformers, name)(num_hidden_layers=4, **options))
-
-    odd = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]
-    assert kinds("GptOssConfig", layer_types=odd) == [SLIDING, FULL] * 2
-    assert kinds("Llama4TextConfig", no_rope_layers=[1, 0, 1, 1]) == [
-        CHUNKED,
-        FULL,
-        CHUNKED,
-        CHUNKED,
-    ]
-    assert kinds("Llama4TextConfig", attention_chunk_size=None) == [FULL] * 4
-    assert kinds("Qwen3Config", layer_types=odd, use_sliding_window=False) == [FULL] * 4
-    assert kinds("MistralConfig") == [SLIDING] * 4
-    assert kinds("FalconH1Config") == [BOTH] * 4
-    assert has_other_layers(transformers.FalconH1Config(), 512)
-    assert has_states(transformers.FalconH1Config(), 512)
-    assert kinds("NemotronHConfig") == [STATE, NO_CACHE, FULL, NO_CACHE]
-
-
 def test_layers_with_caches_of_different_sizes_are_refused(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         num_hidden_layers=2, per_layer_config={1: {"num_key_value_heads": 8}}
@@ -227,16 +195,6 @@ def test_tokens_that_fit_beside_their_scales(head_size: int, times: float) -> No
         assert plain / page == pytest.approx(times, abs=0.01)
 
 
-def test_pages_are_made_alike() -> None:
-    """As `unify_kv_cache_spec_page_size` of vLLM does it."""
-    wide = OtherLayers(SLIDING, layers=5, sees=512, token_bytes=2048)
-    small = CacheShape(1, 2, 128, "bfloat16", (5,), (wide,))
-    assert small.page_bytes(16) == 16 * 2048
-    assert small.tokens_of_block(16) == 32 and small.tokens_of_block(16, 2048) == 16
-    odd = CacheShape(1, 3, 128, "bfloat16", (5,), (wide,))
-    assert odd.tokens_of_block(16) == 16 and odd.page_bytes(16) == 16 * 2048, "padded"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["granite4", "lfm2", "nemotron-h"])
 def test_blocks_as_long_as_states(name: str, tmp_path: Path) -> None:
@@ -260,9 +218,3 @@ def test_blocks_as_long_as_states(name: str, tmp_path: Path) -> None:
     chosen = config.cache_config.block_size
     assert state_block_size(str(tmp_path), "float32") == chosen
     assert chosen == smallest if name == "lfm2" else chosen > smallest
-
-
-def test_vllm_cannot_say(tmp_path: Path) -> None:
-    transformers.BambaConfig(architectures=["NoSuchModel"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r".+"):
-        state_block_size(str(tmp_path), "float32")

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from tests.plans import plan_for
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
-from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.plan import Budget
 from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.policy.request import (
@@ -30,11 +28,6 @@ from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 
 pytestmark = pytest.mark.cpu
-
-
-@pytest.mark.parametrize("config", [None, {}, {"other": 1}, {"kv_connector_thing": 1}])
-def test_no_keys_of_ours(config: Any) -> None:
-    assert KVSettings.from_additional_config(config) is None
 
 
 def test_there_and_back() -> None:
@@ -78,14 +71,6 @@ def test_wrong_folders_of_the_host_cache(given: dict[str, Any], message: str) ->
         KVSettings("pyramidkv", **given)
 
 
-def test_the_folder_of_the_host_cache_and_its_limit() -> None:
-    given: dict[str, Any] = {"kv_host_cache": 1, "kv_host_cache_dir": "kv"}
-    served = KVSettings("full", **given, kv_host_cache_dir_gib="2").served()
-    assert served is not None
-    assert (served.host_cache_dir, served.host_cache_dir_bytes) == ("kv", 2**31)
-    assert KVSettings("full", **given).to_additional_config() == {"kv_policy": "full", **given}
-
-
 def test_the_host_cache_and_the_mode_of_turns() -> None:
     with pytest.raises(ValueError, match="kv_host_cache and kv_turn_mode without a kv_policy"):
         KVSettings(kv_host_cache=1, kv_turn_mode="exact")
@@ -121,13 +106,6 @@ def test_an_exact_turn_is_planned_without_turns(name: str) -> None:
     resumed = resolve(policy, again, "exact")
     assert not resumed.exact and len(resumed.plan(2000, 4, 16).inner) == 2
     assert for_request(policy, {"kv_turns": [100, 900]}, "exact").exact
-
-
-def test_none_keeps_the_plugin_inert() -> None:
-    for settings in (KVSettings(), KVSettings.from_additional_config({"kv_policy": "none"})):
-        assert settings is not None
-        assert settings.policy() is None
-        assert settings.to_additional_config() == {"kv_policy": "none"}
 
 
 @pytest.mark.parametrize(
@@ -206,11 +184,6 @@ def test_the_page_is_a_servers_and_needs_a_policy() -> None:
         LLM("nowhere", kv_policy="snapkv", additional_config={"kv_page": True})
 
 
-def test_policy_args() -> None:
-    assert parse_policy_args(None) == {}
-    assert parse_policy_args('{"allocator": {"beta": 14}}') == {"allocator": {"beta": 14}}
-
-
 @pytest.mark.parametrize(
     "extra", [None, {}, {"other": 1}, {"kv_transfer_params": {}}, {"kv_budget": None}]
 )
@@ -240,53 +213,6 @@ def test_a_request_that_asks_for_nothing(extra: Any) -> None:
 def test_requests_that_cannot_be_read(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_request(load_policy("snapkv", 512), SamplingParams(extra_args=extra))
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"kv_policy": "pyramidkv"}, "not served here: .* 'snapkv' or 'full'"),
-        ({"kv_policy": "nonsense"}, "not served here"),
-        ({"kv_policy": "none"}, "not served here"),
-        ({"kv_budget": 8}, "budget 8 is too small .* at least 9"),
-        ({"kv_policy": "full", "kv_budget": 256}, "keeps every token"),
-    ],
-)
-def test_requests_that_do_not_suit_the_policy(extra: dict[str, Any], message: str) -> None:
-    policy = load_policy("snapkv", 512)
-    keys = RequestKeys.parse(extra)
-    with pytest.raises(ValueError, match=message):
-        resolve(policy, keys)
-    with pytest.raises(ValueError, match=message):
-        plan_for(policy, keys, 1000, 4, 16)
-    with pytest.raises(ValueError, match=message):
-        check_request(policy, SamplingParams(extra_args=extra))
-
-
-def test_plans_of_requests() -> None:
-    policy = load_policy("pyramidkv", 512)
-
-    def keep(extra: dict[str, Any] | None) -> list[int]:
-        return plan_for(policy, RequestKeys.parse(extra), 2048, 4, 16).end.keep.tolist()
-
-    assert keep(None) == policy.plan(2048, 4, 16).end.keep.tolist()
-    assert keep({"kv_policy": "full"}) == [2048] * 4
-    assert keep({"kv_policy": "full", "kv_budget": "100%"}) == [2048] * 4
-    assert keep({"kv_policy": "pyramidkv"}) == keep(None)
-    assert sum(keep({"kv_budget": 256})) == 4 * 256
-    assert keep({"kv_budget": "256"}) == keep({"kv_budget": 256})
-    assert sum(keep({"kv_budget": "12%"})) == 4 * 246
-    assert keep({"kv_budget": 4096}) == [2048] * 4
-
-
-def test_full_serves_only_full() -> None:
-    policy = load_policy("full")
-    served = resolve(policy, RequestKeys.parse({"kv_policy": "full"}))
-    assert served.policy is policy and served == ServedRequest(policy)
-    with pytest.raises(ValueError, match=r"may ask for 'full'$"):
-        resolve(policy, RequestKeys.parse({"kv_policy": "snapkv"}))
-    with pytest.raises(ValueError, match="keeps every token"):
-        resolve(policy, RequestKeys.parse({"kv_budget": 256}))
 
 
 def test_the_worker_never_raises_and_falls_back_to_the_served_policy() -> None:
@@ -333,20 +259,6 @@ def test_another_allocator_comes_from_the_scheduler_alone() -> None:
     check_request(policy, SamplingParams(extra_args={"kv_budget": 32}))
     with pytest.raises(ValueError, match="cannot be set by requests"):
         check_request(policy, SamplingParams(extra_args=sent))
-
-
-def test_keys_of_a_request_with_v_in_host_memory() -> None:
-    policy = load_policy("kcache")
-    served = for_request(policy, {"kv_top_n": 7})
-    assert served.error is None and served.policy.values == HostValues(top_n=7)
-    assert served.policy.model_copy(update={"values": policy.values}) == policy
-    assert served.policy is for_request(policy, {"kv_top_n": 7}).policy, "made once"
-    for wrong in (0, -1, 2**31, True, "7", 7.0):
-        with pytest.raises(ValueError, match="kv_top_n of a request must be a number of keys"):
-            RequestKeys.parse({"kv_top_n": wrong})
-    for other, extra in ((load_policy("pyramidkv"), {}), (policy, {"kv_policy": "full"})):
-        with pytest.raises(ValueError, match=r"kv_top_n has no effect on policy .*leave it out"):
-            check_request(other, SamplingParams(extra_args={"kv_top_n": 7, **extra}))
 
 
 @pytest.mark.parametrize("name", ["pyramidinfer", "sparse-prefill", "snapkv-chunked"])

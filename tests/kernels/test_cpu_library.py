@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.kernels.every_kernel import contracts_of
-from tests.plumbing.reference_time import ReferenceTime
 from vllm_pyramid import kernels as ops
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
@@ -39,12 +38,6 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_library_was_built() -> None:
-    assert cpu.load_error() == ""
-    assert ops.get_ops("cpu") is cpu
-    assert cpu.current_isa() in cpu_library.ISAS
-
-
 @pytest.mark.parametrize(("contract", "module", "name", "is_reference"), FUNCTIONS)
 def test_signatures_are_the_contract(
     contract: type, module: ModuleType, name: str, is_reference: bool
@@ -55,19 +48,6 @@ def test_signatures_are_the_contract(
     assert [*found.values()][: len(wanted) - 1] == [*wanted.values()][1:]
     extra = [*found][len(wanted) - 1 :]
     assert extra in ([], ["compute_dtype"] if is_reference else [])
-
-
-def test_variable_forces_the_instruction_set() -> None:
-    code = "from vllm_pyramid.kernels.cpu import functions as cpu; print(cpu.current_isa())"
-    result = python(code, VLLM_PYRAMID_CPU_ISA="portable")
-    assert result.stdout.strip() == "portable", result.stderr
-
-
-def test_unknown_instruction_set_is_an_error() -> None:
-    code = "from vllm_pyramid.kernels import get_ops; get_ops('cpu')"
-    result = python(code, VLLM_PYRAMID_CPU_ISA="sse9")
-    assert result.returncode != 0
-    assert "ValueError: VLLM_PYRAMID_CPU_ISA: unknown instruction set 'sse9'" in result.stderr
 
 
 @pytest.mark.long
@@ -134,11 +114,6 @@ def test_another_version_of_the_library_is_refused(
         ops.get_ops("cpu")
 
 
-def test_unknown_device() -> None:
-    with pytest.raises(ValueError, match="'tpu'; one of"):
-        ops.get_ops("tpu")
-
-
 def test_one_openmp_runtime_and_torch_governs_the_threads() -> None:
     """Check that the kernels add no runtime and no thread to PyTorch's pool."""
     code = """
@@ -167,21 +142,6 @@ print(after - before, sum(n.startswith(("libgomp", "libomp", "libiomp")) for n i
     result = python(code, OMP_NUM_THREADS="2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["0", "1"]
-
-
-def test_a_small_call_is_cheap() -> None:
-    """Time a call, which a decode step makes in every layer: it must stay far below 0.1 ms."""
-    cache = torch.zeros(4, 2, 32, 64)
-    key, slots = torch.zeros(1, 2, 64), torch.tensor([3])
-    time, calls = ReferenceTime(), 50
-
-    def call() -> None:
-        for _ in range(calls):
-            cpu.reshape_and_cache(key, key, cache[:, :, :16], cache[:, :, 16:], slots)
-
-    best = time.on_reference(min(time.ms(call) for _ in range(20))) / calls
-    print(f"{best * 1e3:.1f} microseconds a call")
-    assert best < 0.1
 
 
 def test_reading_pages_reads_those_that_are_named(

@@ -279,34 +279,3 @@ def test_nan(made, each_isa, options, dtype, expected) -> None:
         found = scored.by(cpu)
         assert torch.equal(found.isnan(), wrong), isa
         assert torch.equal(found[~wrong], whole[isa][~wrong]), isa
-
-
-def test_bad_arguments_raise(made) -> None:
-    scored = made()
-    batch, future = scored.batch, scored.future
-
-    def refused(message: str, **changed: Any) -> None:
-        of_batch = {key: changed.pop(key) for key in list(changed) if hasattr(batch, key)}
-        with pytest.raises(ValueError, match=message):
-            replace(scored, batch=replace(batch, **of_batch), **changed).by(cpu)
-
-    refused("future must be float32", future=None)
-    refused("future must be float32", future=future.double())
-    refused("future must be contiguous", future=future.mT.contiguous().mT)
-    refused("16 queries score: they must be 1 to 8", shape=ScoreShape(4, 8))
-    refused("key_cache and value_cache differ", values=scored.values.bfloat16())
-    refused("soft_cap -1.0 must be >= 0", softmax=Softmax(0.1, -1.0))
-    refused("starts must be int32", starts=scored.starts.long())
-    refused(r"query_ends of request 0 is 15", query_ends=batch.query_ends - 1)
-    refused("query_ends of request 2", query_ends=batch.query_ends + 1)
-    refused("more than the output holds", max_prompt_len=1099)
-    refused("request 0 holds the tokens 1085 .. prompt_lens = 1100", starts=scored.starts + 1085)
-    refused("or begin below 0", starts=scored.starts - 1)
-    refused("request 0 has 5000 tokens", prompt_lens=batch.prompt_lens + 3900)
-    refused("block_table names block -1", block_table=torch.full_like(batch.block_table, -1))
-    scales = torch.ones(batch.key_cache.shape[:3])
-    refused("takes one scale a layer", key_scales=scales)
-    with pytest.raises(ValueError, match="takes one scale a layer"):
-        scored.by(cpu, value_scales=scales)
-    with pytest.raises(ValueError, match="at least one request"):
-        replace(scored.row(0), batch=replace(batch, prompt_lens=batch.prompt_lens[:0])).by(cpu)

@@ -181,21 +181,6 @@ def test_below_average(make_batch, each_isa, dtype, options) -> None:
             assert (found != right).sum() <= 3, isa
 
 
-def test_below_average_by_hand(make_batch) -> None:
-    """Check that neither a query's only key nor equal keys are below the average."""
-    batch = make_batch([4], [4], kv_heads=1, group=1, head_size=8)
-    batch.key_cache.zero_()
-    for lse in (None, lse_of(cpu, batch)):
-        assert mass_of(cpu, batch, kind="below_average", log_sum_exp=lse).sum() == 0
-    batch.query.fill_(1.0)
-    block = int(batch.block_table[0, 0])
-    batch.key_cache[block, 0, 1] = 1.0  # from its query on, the other keys are below the average
-    for module in (cpu, reference):
-        for lse in (None, lse_of(module, batch)):
-            mass = mass_of(module, batch, kind="below_average", log_sum_exp=lse)
-            assert of_request(batch, mass, 0).tolist() == [[3.0, 0.0, 2.0, 1.0]]
-
-
 @pytest.mark.parametrize("kind", ["sum", "below_average"])
 def test_first_queries(make_batch, each_isa, kind) -> None:
     """Compare with a step that holds only the queries from the first one on."""
@@ -243,28 +228,3 @@ def test_threads_and_strides(make_batch, two_threads) -> None:
     assert torch.equal(view, right)
     view.zero_()
     assert not wide.any()
-
-
-@pytest.mark.parametrize("module", [cpu, reference])
-def test_bad_arguments_raise(make_batch, module) -> None:
-    batch = make_batch([100, 95], [4, 1])
-    blocks, heads, rows = batch.key_cache.shape[:3]
-    inputs = (batch.attention(), Softmax(0.125))
-    for shape, dtype, kind, message in [
-        ((blocks, heads, rows + 1), torch.float32, "sum", "as the cache's blocks"),
-        ((blocks, heads, rows), torch.float64, "sum", "must be float32"),
-        ((blocks, heads, rows), torch.float32, "mean", "kind 'mean' must be one of sum"),
-    ]:
-        mass = torch.zeros(shape, dtype=dtype)
-        with pytest.raises(ValueError, match=message):
-            module.add_key_mass(mass, *inputs, kind=kind)
-    mass, out = torch.zeros(blocks, heads, rows), torch.empty_like(batch.query)
-    for lse in (torch.zeros(5, 3), torch.zeros(5, 4, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
-            module.add_key_mass(mass, *inputs, log_sum_exp=lse)
-        with pytest.raises(ValueError, match=r"log_sum_exp must be float32 \[5, 4\]"):
-            module.paged_attention(out, *inputs, log_sum_exp=lse)
-    if module is cpu:
-        lse = torch.zeros(4, 5).T
-        with pytest.raises(ValueError, match="log_sum_exp must be contiguous"):
-            cpu.add_key_mass(mass, *inputs, log_sum_exp=lse)

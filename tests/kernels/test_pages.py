@@ -212,43 +212,6 @@ def test_no_rows(module: Any) -> None:
     assert pool.isnan().all()
 
 
-@EACH_MODULE
-def test_what_does_not_fit_is_an_error(module: Any) -> None:
-    pages = build_pages([100], [1])
-    rows, softmax, pool = pages.rows(), Softmax(0.1), pages.pool("box")
-    batch = pages.batch
-    cache = (batch.key_cache, batch.block_table)
-
-    def scores(message: str, **options: Any) -> None:
-        given = {"batch": rows, "softmax": softmax, "pool": pool, "kind": "box"} | options
-        with pytest.raises(ValueError, match=message):
-            module.score_pages(**given)
-
-    scores("kind 'boxes' must be one of box, spread, rows", kind="boxes")
-    scores("combine 'sum'", combine="sum")
-    scores(r"a pool \[P, G, 2 \* D\]", pool=pool[:, :, 1:])
-    scores(r"a pool \[P, G, n, D\]", kind="rows")
-    scores("sliding_window 5", softmax=Softmax(0.1, sliding_window=5))
-    scores(
-        "skips of row 0 is 100, outside 0 .. positions = 99", batch=replace(rows, skips=int32(100))
-    )
-    found = module.score_pages(rows, softmax, pages.pool("box").fill_(0.0), kind="box")
-    with pytest.raises(ValueError, match="budgets of row 0 is 0"):
-        module.select_pages(rows, found, int32(0))
-    with pytest.raises(ValueError, match="recent 0 at least 1"):
-        module.select_pages(rows, found, int32(3), recent=0)
-    with pytest.raises(ValueError, match="more than the 2 of out"):
-        module.select_pages(rows, found, int32(3), max_selected=2)
-    starts = (int32(101), batch.seq_lens, batch.skips)
-    with pytest.raises(
-        ValueError, match=r"starts of request 0 is 101, outside 0 .. seq_lens = 100"
-    ):
-        module.summarise_pages(pool, *cache, *starts, kind="box")
-    starts = (int32(0), batch.seq_lens, batch.skips)
-    with pytest.raises(ValueError, match=r"summaries of kind box must be"):
-        module.summarise_pages(pool[:, :, 1:], *cache, *starts, kind="box")
-
-
 def test_reference_attends_to_the_chosen_pages() -> None:
     """Compare with the softmax over the keys of the listed pages alone, in float64."""
     pages = build_pages([300, 84], [2, 1], skips=[37, 0])

@@ -66,11 +66,3 @@ def test_recall_of_what_is_selected(make_batch: Any, module: Any) -> None:
         for g in range(2):
             row = np.sort(mass[r, g, :n].numpy().astype(np.float64))
             assert found[r, g].item() == pytest.approx(row[-keep:].sum() / row.sum(), rel=1e-5)
-
-
-def test_shapes_that_do_not_fit_raise() -> None:
-    mass, kept = torch.zeros(2, 3, 8), torch.zeros(2, 3, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="same R and G"):
-        kept_mass(mass, kept[:, :2], ints(9, 9), ints(4, 4), window=2)
-    with pytest.raises(ValueError, match=r"must be \[2\]"):
-        kept_mass(mass, kept, ints(9), ints(4, 4), window=2)

@@ -143,19 +143,3 @@ def test_sums_and_threads(make_batch, two_threads) -> None:
     many = mass_of(cpu, batch, [80, 26], [320, 104])
     torch.set_num_threads(1)
     assert torch.equal(many, mass_of(cpu, batch, [80, 26], [320, 104]))
-
-
-@pytest.mark.parametrize(
-    ("recents", "contexts", "options", "message"),
-    [
-        ([0, 1], [4, 4], {}, "recents of request 0 is 0"),
-        ([31, 1], [4, 4], {}, "query_ends 30"),
-        ([20, 9], [81, 4], {}, "fewer than its recents 20 \\+ contexts 81"),
-        ([20, 9], [60, 4], {"max_context": 59}, "more than the output holds"),
-        ([20, 9], [60, 4], {"distance_weight": 0.0}, "must be positive"),
-    ],
-)
-def test_bad_arguments_raise(make_batch, recents, contexts, options, message) -> None:
-    batch = make_batch([100, 95], [30, 10])
-    with pytest.raises(ValueError, match=message):
-        mass_of(cpu, batch, recents, contexts, **options)

@@ -173,18 +173,3 @@ def test_only_the_chosen_rows_of_v_are_read(make_batch) -> None:
         poisoned[blocks, head // 2, places] = batch.value_cache[blocks, head // 2, places]
     batch.value_cache = poisoned
     assert torch.equal(run(cpu, batch, [4])[0], right)
-
-
-@pytest.mark.parametrize("module", [cpu, reference])
-def test_bad_arguments_raise(make_batch, module) -> None:
-    batch = make_batch([100, 95], [4, 1])
-    with pytest.raises(ValueError, match="top_n of request 1 is negative"):
-        run(module, batch, [0, -1])
-    for top_ns, rows, message in (
-        (torch.zeros(2), None, "top_ns must be int32"),
-        (torch.zeros(3, dtype=torch.int32), None, "top_ns must be int32"),
-        (torch.zeros(2, dtype=torch.int32), torch.zeros(2), "value_rows must be int64"),
-    ):
-        out = torch.empty(batch.query.shape)
-        with pytest.raises(ValueError, match=message):
-            module.topn_attention(out, batch.attention(), Softmax(0.1), top_ns, value_rows=rows)

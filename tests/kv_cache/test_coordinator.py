@@ -68,44 +68,6 @@ def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan
     check_pool(coordinator)
 
 
-@given(
-    prompt_len=st.integers(1, 300),
-    budget=st.one_of(st.integers(9, 310), st.sampled_from(["1%", "12%", "50%", "100%"])),
-    fill_blocks=st.booleans(),
-    policy_name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full"]),
-)
-def test_a_layer_holds_what_its_plan_says(
-    prompt_len: int, budget: int | str, fill_blocks: bool, policy_name: str
-) -> None:
-    args = {"fill_blocks": fill_blocks}
-    policy = load_policy(policy_name, None if policy_name == "full" else budget, args)
-    plan = policy.plan(prompt_len, NUM_LAYERS, BLOCK_SIZE)
-    coordinator = make_coordinator()
-    coordinator.plans.add("r", RequestTerms(plan))
-    allocate(coordinator, "r", prompt_len)
-    full = cdiv(prompt_len, BLOCK_SIZE)
-    assert coordinator.blocks_held("r") == [full] * NUM_LAYERS
-    if plan.evicts:
-        evict(coordinator, "r", plan)
-    else:
-        coordinator.remove_skipped_blocks("r", prompt_len, prompt_len)
-    held = coordinator.blocks_held("r")
-    assert held == plan.end.blocks.tolist() == coordinator.counters.held_blocks.tolist()
-    # The head is given back by whole blocks, at the same boundaries as everybody's.
-    assert held == [full - skip // BLOCK_SIZE for skip in plan.end.skip.tolist()]
-    if fill_blocks:
-        assert held == [cdiv(prompt_len - skip, BLOCK_SIZE) for skip in plan.end.skip.tolist()]
-    freed = NUM_LAYERS * full - sum(held)
-    assert coordinator.counters.blocks_freed.sum() == freed
-    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS - sum(held)
-    coordinator.free("r")
-    check_pool(coordinator)
-    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    assert (
-        not coordinator.counters.held_blocks.any() and not coordinator.counters.skipped_tokens.any()
-    )
-
-
 @pytest.mark.parametrize("reported", [0, 24, 39, 48])
 def test_a_worker_that_evicted_other_tokens_is_refused(reported: int) -> None:
     coordinator = make_coordinator()
@@ -114,23 +76,6 @@ def test_a_worker_that_evicted_other_tokens_is_refused(reported: int) -> None:
     with pytest.raises(RuntimeError, match=f"evicted {reported} tokens, the plan says 40"):
         coordinator.plans.confirm("r", Eviction(reported))
     assert coordinator.plans.confirmed("r") is None
-
-
-def test_blocks_popped_for_a_deferred_free() -> None:
-    coordinator = make_coordinator()
-    plan = make_plan(32, [16, 16, 8, 8, 0])
-    coordinator.plans.add("r", RequestTerms(plan))
-    allocate(coordinator, "r", 32)
-    evict(coordinator, "r", plan)
-    blocks = coordinator.pop_blocks_for_free("r")
-    assert (
-        not coordinator.counters.held_blocks.any()
-        and coordinator.plans.records["r"].num_blocks == 0
-    )
-    assert sum(not block.is_null for block in blocks) == plan.end.blocks.sum()
-    coordinator.block_pool.free_blocks(reversed(blocks))
-    check_pool(coordinator)
-    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
 
 
 def test_no_blocks_answers_as_vllm_does() -> None:
@@ -175,44 +120,6 @@ def test_block_sizes_must_be_multiples() -> None:
         coordinator_of(config, 6 * BLOCK_SIZE)
 
 
-@given(
-    device_layers=st.integers(0, NUM_LAYERS - 1),
-    prompt_len=st.integers(1, 300),
-    units=st.lists(st.integers(0, 18), min_size=NUM_LAYERS, max_size=NUM_LAYERS),
-    steps=st.lists(st.integers(1, 40), max_size=6),
-)
-def test_layers_without_v_take_half_the_blocks(
-    device_layers: int, prompt_len: int, units: list[int], steps: list[int]
-) -> None:
-    """One counter for two block sizes: chunk by chunk, evicted, decoding, and given back."""
-    sizes = [BLOCK_SIZE * (1 + (layer >= device_layers)) for layer in range(NUM_LAYERS)]
-    config = kv_cache_config(NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS + 1, device_layers)
-    coordinator = coordinator_of(config, 2 * BLOCK_SIZE)
-    assert coordinator.layer_blocks.block_sizes.tolist() == sizes
-    skip = [min(unit, (prompt_len - 1) // 16) * 2 * BLOCK_SIZE for unit in units]
-    plan = make_plan(prompt_len, skip)
-    coordinator.plans.add("r", RequestTerms(plan))
-    tokens = 0
-    for chunk in steps:
-        tokens = min(tokens + chunk, prompt_len)
-        allocate(coordinator, "r", tokens)
-        assert coordinator.blocks_held("r") == [cdiv(tokens, size) for size in sizes]
-    allocate(coordinator, "r", prompt_len)
-    held = [cdiv(prompt_len, size) for size in sizes]
-    assert coordinator.layer_blocks.full(prompt_len) == cdiv(prompt_len, BLOCK_SIZE) * NUM_LAYERS
-    if plan.evicts:
-        evict(coordinator, "r", plan)
-        held = [n - gone // size for n, gone, size in zip(held, skip, sizes, strict=True)]
-    assert coordinator.blocks_held("r") == held == coordinator.layer_blocks.kept(plan.end).tolist()
-    allocate(coordinator, "r", prompt_len + 37)
-    grown = [cdiv(prompt_len + 37, size) - cdiv(prompt_len, size) for size in sizes]
-    assert coordinator.blocks_held("r") == [sum(pair) for pair in zip(held, grown, strict=True)]
-    coordinator.free("r")
-    check_pool(coordinator)
-    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    assert not coordinator.counters.held_blocks.any()
-
-
 # Evictions during generation ---------------------------------------------------------------------
 
 
@@ -225,60 +132,6 @@ def later_plan(prompt_len: int, budget: Any, **args: Any) -> RetentionPlan:
 def report(plan: RetentionPlan, number: int, before: int) -> Eviction:
     given = plan.skip_after(number) - plan.skip_after(before)
     return Eviction(int(given.sum()), None, number)
-
-
-@given(
-    prompt_len=st.integers(1, 80),
-    budget=st.one_of(st.integers(1, 90), st.sampled_from(["12%", "50%"])),
-    interval=st.integers(1, 40),
-    fill_blocks=st.booleans(),
-    allocator=st.sampled_from(["uniform", "arithmetic"]),
-    generated=st.integers(0, 120),
-    seen_every=st.integers(1, 9),
-)
-def test_repeated_evictions_balance(
-    prompt_len: int,
-    budget: Any,
-    interval: int,
-    fill_blocks: bool,
-    allocator: str,
-    generated: int,
-    seen_every: int,
-) -> None:
-    """At every length each layer holds what its latest eviction left and what came after it.
-
-    The scheduler may look at a request seldom, so several evictions may have been confirmed.
-    """
-    plan = later_plan(
-        prompt_len, budget, interval=interval, fill_blocks=fill_blocks, allocator=allocator
-    )
-    coordinator = make_coordinator()
-    coordinator.plans.add("r", RequestTerms(plan))
-    told = 0
-    for computed in range(prompt_len, prompt_len + generated + 1):
-        allocate(coordinator, "r", computed)
-        number = plan.evictions_by(computed)
-        if (plan.skip_after(number) != plan.skip_after(told)).any():
-            coordinator.plans.confirm("r", report(plan, number, told))
-            told = number
-        if (computed - prompt_len) % seen_every:
-            continue
-        coordinator.remove_skipped_blocks("r", computed, prompt_len)
-        check_pool(coordinator)
-        skip = plan.skip_after(number)
-        expected = cdiv(computed, BLOCK_SIZE) - skip // BLOCK_SIZE
-        assert coordinator.blocks_held("r") == expected.tolist()
-        assert coordinator.counters.skipped_tokens.tolist() == skip.tolist()
-        assert coordinator.counters.tokens_evicted.tolist() == skip.tolist()
-        assert coordinator.counters.blocks_freed.tolist() == (skip // BLOCK_SIZE).tolist()
-    coordinator.free("r")
-    check_pool(coordinator)
-    assert coordinator.block_pool.get_num_free_blocks() == NUM_BLOCKS
-    assert (
-        not coordinator.counters.held_blocks.any() and not coordinator.counters.skipped_tokens.any()
-    )
-    coordinator.plans.forget("r")
-    assert not coordinator.plans.records
 
 
 def test_a_later_eviction_that_was_not_confirmed_stops_the_engine() -> None:

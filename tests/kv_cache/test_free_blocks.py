@@ -8,7 +8,6 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.free_blocks import FreeBlockStack
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.new_blocks import NewBlocks, NoBlocks, extend_tables, kv_cache_blocks
@@ -60,15 +59,6 @@ def test_what_only_vllms_prefix_cache_does_is_refused() -> None:
         stack.popleft()
     with pytest.raises(AssertionError):
         stack.popleft_n(1)
-
-
-def test_a_pool_takes_the_blocks_of_all_layers_from_its_stack() -> None:
-    pool = BundlePool(9, False, 16)
-    assert isinstance(pool.free_block_queue, FreeBlockStack)
-    taken = pool.get_blocks_of_layers([2, 5])
-    assert ids(taken) == [1, 2, 3, 4, 5]
-    pool.free_blocks(taken[:2])
-    assert ids(pool.get_blocks_of_layers([1, 3])) == [1, 2, 6]
 
 
 def test_one_block_in_each_layer_looks_like_vllms_lists() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.kv_cache.test_coordinator import BLOCK_SIZE, coordinator_of
-from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.head_layout import HeadLayout
@@ -83,13 +82,3 @@ def test_reports_are_of_layers() -> None:
     assert layers.sums(numbers) == layers.means(numbers) == numbers.tolist()
     assert (heads.sums(numbers), heads.means(numbers)) == ([8, 4], [2, 1])
     assert (layers.report(), heads.report()) == ({}, {"kv_heads": HEADS})
-
-
-def test_new_blocks_are_the_next_of_each_table() -> None:
-    coordinator = with_a_request(HEADS)
-    old = [ids(table) for table in coordinator.layout.tables("r")]
-    by_group = coordinator.allocate_new_blocks("r", *[(BLOCKS + 2) * HEADS * BLOCK_SIZE] * 2)
-    new = [ids(table) for table in coordinator.layout.new_blocks(by_group)]
-    grown = [before + more for before, more in zip(old, new, strict=True)]
-    assert [ids(table) for table in coordinator.layout.tables("r")] == grown
-    check_pool(coordinator)

@@ -100,16 +100,6 @@ def prompt(length: int, start: int = 0) -> list[int]:
     return list(range(1000 + start, 1000 + start + length))
 
 
-def test_requests_of_one_step_find_each_other() -> None:
-    """As in vLLM: attention reads what any request of the step has written."""
-    pair = Pair(max_num_batched_tokens=96)
-    for name in "abc":
-        pair.add(name, prompt(40))
-    shared = (40 - 16) // 4 * 4
-    assert pair.step() == {"a": 40, "b": 40 - shared, "c": 40 - shared}
-    pair.run()
-
-
 def test_who_is_preempted_in_the_step_that_was_to_compute_it_leaves_nothing() -> None:
     """vLLM's own scheduler leaves the hash of blocks that nobody writes then (issue 57580)."""
     pair = Pair(num_blocks=21, policy="full", budget="100%", policy_args=(), priorities=True)
@@ -166,34 +156,6 @@ def test_evictions_of_one_step_copy_to_different_blocks() -> None:
     assert not set(copies["new"]) & set(copies["newer"])
     pair.scheduler.update_from_output(output, pair.worker.execute(output))
     pair.run()
-
-
-@pytest.mark.parametrize(("asynchronous", "stages"), [(False, ()), (True, ()), (False, (1, 2))])
-def test_distinct_prompts_are_scheduled_as_without_it(
-    asynchronous: bool, stages: tuple[int, ...]
-) -> None:
-    """Step by step the same, in a pool so small that requests wait."""
-    schedules = []
-    for caching in (True, False):
-        pair = Pair(
-            num_blocks=(2 if stages else 3) * 26,
-            policy="pyramidkv",
-            budget="40%",
-            prefix_caching=caching,
-            asynchronous=asynchronous,
-            admission="forecast",
-            stages=stages,
-        )
-        lengths = [(30 + 5 * index % 37, 5 + 7 * index % 30) for index in range(12)]
-        for index, (length, answer) in enumerate(lengths):
-            pair.add(f"r{index}", prompt(length, 200 * index), answer)
-        pair.run()
-        assert sum(sum(step.values()) for step in pair.chunks) == sum(
-            length + answer - 1 for length, answer in lengths
-        ), "nobody was preempted"
-        assert max(map(len, pair.chunks)) < 5
-        schedules.append(pair.chunks)
-    assert schedules[0] == schedules[1]
 
 
 def test_prompt_logprobs_are_computed_again() -> None:
@@ -287,19 +249,6 @@ def test_no_stage_gives_away_what_is_copied_there(
     assert pair.step() == {"somebody": 1, "second": 40 - found}
     assert pair.worker.num_copied == 3 * (found - 24) // 4
     pair.run()
-
-
-@pytest.mark.parametrize("stages", [(), (1, 2)])
-def test_stages_find_what_one_stage_finds(stages: tuple[int, ...]) -> None:
-    """Sent again, with other words behind it, with a salt, and shorter."""
-    pair = Pair(num_blocks=120 if stages else 180, stages=stages, max_num_batched_tokens=96)
-    found = []
-    prompts = [prompt(40), prompt(40), [*prompt(30), *prompt(20, 700)], prompt(20), prompt(60)]
-    for index, tokens in enumerate(prompts):
-        pair.add(f"r{index}", tokens)
-        found.append(len(tokens) - pair.step()[f"r{index}"])
-        pair.run()
-    assert found == [0, 32, 28, 12, 40]
 
 
 # Beside layers that do not evict ------------------------------------------------------------------

@@ -23,8 +23,7 @@ from tests.steps import make_context
 from vllm_pyramid.kernels import get_ops, reference
 from vllm_pyramid.methods import kvpress_presses
 from vllm_pyramid.methods.adaptive_heads.lengths import joint_lengths
-from vllm_pyramid.methods.streaming_heads.split import HeadLengths
-from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan, least_given_back
+from vllm_pyramid.plan import DeferredPlan, RetentionPlan, least_given_back
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.policy.selectors import Selector
@@ -37,17 +36,6 @@ SINKS, WINDOW = 2, 3
 
 def adaptive(budget: str | int | None = None, **args: Any) -> Policy:
     return load_policy("adakv", budget, args)
-
-
-class EqualHeads(HeadLengths):
-    """Gives each KV head the budget, in a block table of its own."""
-
-    kind: str = f"{__name__}:EqualHeads"
-
-    def plan(
-        self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
-    ) -> Plan:
-        return policy.allocator.plan(policy, prompt_len, num_lanes, block_size, budget)
 
 
 class ByNorm(Scorer):
@@ -218,57 +206,6 @@ def test_lengths_and_caches_of_ragged_prompts(ops: Any, fill_blocks: bool, alpha
     for row, name in enumerate(prompts.names):
         assert report[name].keep == tuple(prompts.keep(row).ravel().tolist())
         assert report[name].tokens == prompts.evictions.tokens_done[row]
-
-
-def test_a_layer_is_shortened_when_it_has_attended() -> None:
-    """Scores of one layer wait at a time; what is above is not touched."""
-    prompts = Prompts(by_norms("40%"), [90, 41])
-    before = [cache.clone() for cache in prompts.caches]
-    assert prompts.deferred is not None
-    prompts.run(range(2))
-    assert prompts.deferred._layers == []
-    assert torch.equal(prompts.caches[2], before[2])
-    for layer in range(2):
-        assert not torch.equal(prompts.caches[layer], before[layer])
-    assert all(plan.is_deferred for plan in prompts.evictions.plans)
-    prompts.run(range(2, 3))
-    check(prompts, 0)
-    check(prompts, 1)
-
-
-@pytest.mark.parametrize("fill_blocks", [True, False])
-@pytest.mark.parametrize("alpha", [0.0, 0.2])
-def test_heads_with_the_same_scores_have_the_bits_of_equal_lengths(
-    fill_blocks: bool, alpha: float
-) -> None:
-    """With equal norms in many places, too."""
-    args: dict[str, Any] = {"fill_blocks": fill_blocks, "scorer": f"{__name__}:ByNorm"}
-    args |= {"sinks": SINKS, "window": WINDOW}
-    equal = load_policy("snapkv", "40%", {**args, "heads": f"{__name__}:EqualHeads"})
-    lens = [90, 41, 63]
-    ours = Prompts(adaptive("40%", alpha=alpha, **args), lens, alike=True)
-    theirs = Prompts(equal, lens, alike=True)
-    ours.run()
-    theirs.run()
-    for row in range(len(lens)):
-        assert ours.keep(row).tolist() == theirs.keep(row).tolist()
-    for one, other in zip(ours.caches, theirs.caches, strict=True):
-        assert torch.equal(one, other)
-    # So do different scores where each head is to keep all of its budget.
-    ours, theirs = Prompts(adaptive("40%", alpha=1.0, **args), lens), Prompts(equal, lens)
-    ours.run()
-    theirs.run()
-    for one, other in zip(ours.caches, theirs.caches, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_nothing_is_evicted_from_prompts_as_short_as_the_budget() -> None:
-    prompts = Prompts(by_norms(50), [50, 7])
-    before = [cache.clone() for cache in prompts.caches]
-    prompts.run()
-    assert prompts.tracker.end_step() == ({}, {})
-    for cache, same in zip(prompts.caches, before, strict=True):
-        assert torch.equal(cache, same)
 
 
 @pytest.mark.parametrize("layer", range(L))

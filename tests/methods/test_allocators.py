@@ -28,10 +28,6 @@ def curve_of(section: object) -> CurveAllocator:
     return allocator
 
 
-def test_which_kinds_have_a_curve() -> None:
-    assert sorted(CURVES) == sorted(["uniform", "shares", "arithmetic"])
-
-
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[int, int, int]:
     """(B, m, C) with 0 <= B <= C; often B next to 0 or to C."""
@@ -65,20 +61,6 @@ def test_sum_bounds_and_order(allocator: CurveAllocator, problem: tuple[int, int
     assert tokens.min() >= 0
     assert tokens.max() <= capacity
     assert (np.diff(tokens) <= 0).all()
-
-
-@settings(max_examples=200)
-@given(allocators(), problems())
-def test_within_one_token_of_the_curve(
-    allocator: CurveAllocator, problem: tuple[int, int, int]
-) -> None:
-    mean, num_layers, capacity = problem
-    if num_layers == 1 or mean in (0, capacity):
-        assert (allocator.allocate(*problem) == mean).all()
-        return
-    curve = allocator.curve(*problem)
-    assert abs(curve.sum() - mean * num_layers) < 1e-3
-    assert np.abs(allocator.allocate(*problem) - curve).max() < 1.0 + 1e-5
 
 
 @settings(max_examples=200)
@@ -145,24 +127,6 @@ def test_arithmetic_is_the_papers(mean: int, num_layers: int, prompt_len: int, b
     assert all(abs(int(t) - e) < 1 for t, e in zip(tokens, expected, strict=True))
 
 
-@pytest.mark.parametrize("beta", [2.0, 14.0, 20.0])
-def test_the_top_layer_keeps_a_beta_of_the_mean(beta: float) -> None:
-    curve = curve_of({"kind": "arithmetic", "beta": beta}).curve(504, 32, 1_000_000)
-    assert curve[-1] == pytest.approx(504 / beta, rel=1e-9)
-
-
-def test_a_full_bottom_layer_is_clamped_and_the_steps_stay_equal() -> None:
-    curve = curve_of("arithmetic").curve(504, 32, 592)
-    assert curve[0] == pytest.approx(592)
-    assert curve.sum() == pytest.approx(504 * 32)
-    assert np.diff(curve) == pytest.approx(np.full(31, curve[1] - curve[0]))
-
-
-def test_beta_of_one_is_uniform() -> None:
-    tokens = curve_of({"kind": "arithmetic", "beta": 1.0}).allocate(77, 9, 1000)
-    assert tokens.tolist() == [77] * 9
-
-
 def test_rounding_gives_ties_to_the_lower_layer() -> None:
     assert round_to_sum(np.array([2.5, 2.5, 2.5, 2.5]), 10).tolist() == [3, 3, 2, 2]
     assert round_to_sum(np.array([2.9999999999, 1.0, 0.0000000001]), 4).tolist() == [3, 1, 0]
@@ -173,25 +137,9 @@ def test_rounding_gives_ties_to_the_lower_layer() -> None:
     [
         ("aritmetic", "did you mean 'arithmetic'.*valid kinds: arithmetic, decay, global"),
         ({"kind": "uniform", "beta": 3.0}, "unknown key 'beta' in allocator 'uniform'"),
-        ({"kind": "arithmetic", "betta": 3.0}, "did you mean 'beta'.*valid keys: kind, beta"),
-        ({"beta": 3.0}, "must be a kind or a mapping"),
-        (3, "must be a kind or a mapping"),
-        ({"kind": ["arithmetic"]}, "unknown allocator kind"),
         ({"kind": "arithmetic", "beta": 0.9}, "greater than or equal to 1"),
-        ({"kind": "arithmetic", "beta": float("nan")}, "greater than or equal to 1|finite"),
-        ({"kind": "arithmetic", "beta": float("inf")}, "finite"),
-        ({"kind": "arithmetic", "beta": "20"}, "valid number"),
-        ({"kind": "shares"}, "shares"),
-        ({"kind": "shares", "shares": []}, "at least 1 item"),
-        ({"kind": "shares", "shares": [1.0, -0.5]}, "at least 0"),
-        ({"kind": "shares", "shares": [0, 0]}, "not all 0"),
-        ({"kind": "shares", "shares": [1.0, float("nan")]}, "finite"),
-        ({"kind": "shares", "shares": [1.0, "2"]}, "valid number"),
         ({"kind": "shares", "shares": [1.0, True]}, "valid number"),
-        ({"kind": "global", "retention": 0.0}, "greater than 0"),
         ({"kind": "global", "retention": 1.1}, "less than or equal to 1"),
-        ("no.such.module:Thing", "cannot import the allocator"),
-        ("fractions:Fraction", "not a subclass of Allocator"),
     ],
 )
 def test_bad_sections(section: object, message: str) -> None:

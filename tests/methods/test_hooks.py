@@ -26,7 +26,6 @@ from vllm_pyramid.step.hooks import (
     StepHooks,
     StepNeeds,
     WorkerContext,
-    WorkerHooks,
 )
 from vllm_pyramid.step.step import Step, WorkerRequest
 
@@ -324,20 +323,6 @@ def test_two_that_want_to_score_are_refused() -> None:
     both = MethodHooks([one, two])
     assert both.scorer is one and both.scorer_inside is two
     assert MethodHooks([one]).scorer_inside is one
-
-
-def test_hooks_of_no_protocol_are_refused() -> None:
-    with pytest.raises(ValueError, match="WorkerHooks is none of CacheHooks"):
-        MethodHooks([WorkerHooks()])
-
-
-def test_only_what_is_overridden_is_called() -> None:
-    hooks = MethodHooks([Attends(), LastPages(make_context(1)), AddsToValues()])
-    assert [type(one) for one in hooks] == [Attends, LastPages, AddsToValues]
-    assert [type(one) for one in hooks.attend] == [Attends]
-    assert [type(one) for one in hooks.before_attention] == [LastPages]
-    assert hooks.after_write == () and hooks.after_compact == () and hooks.cache == ()
-    assert hooks.in_layers and not MethodHooks([AddsToValues()]).in_layers
 
 
 @pytest.mark.parametrize(

@@ -3,199 +3,20 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from tests.steps import make_call, make_context, make_evictions, make_tracker, the_hooks
-from vllm_pyramid.attention.evict import evict_layer
-from vllm_pyramid.kernels import reference
-from vllm_pyramid.kernels.contract import Ops
+from tests.steps import make_call, make_context, make_evictions
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.methods.thinning.generated import MARK, GeneratedMass
-from vllm_pyramid.plan import EvictionPoint, IntArray
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.schedules import IntervalSchedule
-from vllm_pyramid.step.attention_inputs import CacheWrite
 
 pytestmark = pytest.mark.cpu
 
 HEADS, BLOCK, LAYERS, BLOCKS = 2, 4, 3, 400
-PROMPTS = {"a": 37, "b": 9, "c": 58}
-WIDTH = 64
-
-
-class Protecting(IntervalSchedule):
-    """Every layer another length, and what the prompt left is never touched again."""
-
-    kind: str = "test"  # type: ignore[assignment]
-
-    def keep(self, prompt: EvictionPoint, computed: int, thinned: EvictionPoint) -> IntArray:
-        groups = (computed - prompt.computed) // self.interval
-        return prompt.keep + groups * np.array([4, 3, 1], np.int32)
-
-    def front(self, prompt: EvictionPoint, computed: int) -> IntArray:
-        return self.keep(prompt, computed - self.interval, prompt)
-
-
-class Walk:
-    """One layer a list a KV head: `[(position, mass)]`, beside the real pages.
-
-    Keys and values hold the position, so what the cache holds can be read back.
-    """
-
-    def __init__(self, policy: Policy, ops: Ops) -> None:
-        self.policy, self.ops = policy, ops
-        self.tracker = make_tracker(policy, LAYERS, BLOCK, len(PROMPTS) + 1, heads=HEADS)
-        self.random = random.Random(5)
-        order = self.random.sample(range(1, BLOCKS), BLOCKS - 1)
-        self.tables = torch.zeros(LAYERS, len(PROMPTS), WIDTH, dtype=torch.int32)
-        for layer in range(LAYERS):
-            for row in range(len(PROMPTS)):
-                for entry in range(30):
-                    self.tables[layer, row, entry] = order.pop()
-        self.cache = torch.full((BLOCKS, HEADS, 2 * BLOCK, 8), -1.0)
-        self.mass: KeyMass | None = None
-        if isinstance(policy.scorer, AccumulatingScorer):
-            self.mass = the_hooks(self.tracker, KeyMass)
-            self.mass.allocate(BLOCKS)
-            self.mass.pages.fill_(77.0)  # of owners before
-        self.held: dict[tuple[int, str, int], list[tuple[int, float]]] = {
-            (layer, name, head): []
-            for layer in range(LAYERS)
-            for name in PROMPTS
-            for head in range(HEADS)
-        }
-        self.computed = dict.fromkeys(PROMPTS, 0)
-        self.evictions = 0
-
-    def step(self, scheduled: dict[str, int]) -> None:
-        names = list(scheduled)
-        self.random.shuffle(names)
-        columns = [
-            np.array([source[name] for name in names], np.int32)
-            for source in (PROMPTS, self.computed, scheduled)
-        ]
-        for name in names:
-            if name not in self.tracker._requests:
-                self.tracker.add(name, PROMPTS[name], None)
-        step = self.tracker.begin_step(names, *columns)
-        for layer in range(LAYERS):
-            rows = [list(PROMPTS).index(name) for name in names]
-            table = self.tables[layer, rows]
-            for row, name in enumerate(names):
-                self.attend(layer, name, table[row], scheduled[name])
-                skip = int(step.skips[layer, row])
-                assert (
-                    len(self.held[layer, name, 0]) == self.computed[name] + scheduled[name] - skip
-                )
-            if step.evictions is not None:
-                call = make_call(
-                    table,
-                    layer=layer,
-                    ops=self.ops,
-                    query=torch.zeros(1, HEADS, 8),
-                    caches=(self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:]),
-                )
-                evict_layer(self.policy, call, step.evictions, self.tracker.hooks)
-                for index, name in enumerate(step.evictions.request_ids):
-                    plan = step.evictions.plans[index]
-                    assert isinstance(plan, EvictionPoint)
-                    self.evict(layer, name, plan)
-                    self.evictions += 1
-        for name in names:
-            self.computed[name] += scheduled[name]
-        self.tracker.end_step()
-
-    def attend(self, layer: int, name: str, table: torch.Tensor, count: int) -> None:
-        """New tokens are written, and everything that is held is given something."""
-        start = self.computed[name]
-        positions = torch.arange(start, start + count)
-        slots = table[positions // BLOCK].long() * BLOCK + positions % BLOCK
-        values = positions[:, None, None].float().expand(-1, HEADS, 8).contiguous()
-        self.ops.reshape_and_cache(
-            values, values + 0.5, self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:], slots
-        )
-        if self.mass is not None:
-            padded = torch.cat([slots, torch.tensor([-1])])
-            caches = self.cache[:, :, :BLOCK], self.cache[:, :, BLOCK:]
-            self.mass.after_write(
-                CacheWrite(self.ops, layer, values, values + 0.5, *caches, padded)
-            )
-        end = start + count
-        for head in range(HEADS):
-            held = self.held[layer, name, head]
-            held += [(position, 0.0) for position in range(start, end)]
-            for index, (position, mass) in enumerate(held):
-                given = self.random.randrange(64) / 64  # exact in float32
-                held[index] = (position, mass + given)
-                if self.mass is not None:
-                    place = end - len(held) + index
-                    self.mass.pages[table[place // BLOCK], head, place % BLOCK] += given
-
-    def evict(self, layer: int, name: str, plan: EvictionPoint) -> None:
-        keep, front, recent = (int(n[layer]) for n in (plan.held, plan.front, plan.recent))
-        for head in range(HEADS):
-            held = self.held[layer, name, head]
-            sign = self.mass.scorer.sign if self.mass is not None else None
-            places = list(range(len(held)))
-            late = min(recent, keep)
-            certain = set(places[len(held) - late :]) | set(places[: min(front, keep - late)])
-            others = [place for place in places if place not in certain]
-            if sign is None:
-                others.sort(reverse=True)
-            else:
-                others.sort(key=lambda place: (-sign * held[place][1], place))
-            chosen = sorted(certain | set(others[: keep - len(certain)]))
-            held = [held[place] for place in chosen]
-            self.held[layer, name, head] = held
-
-    def check(self) -> None:
-        """The pages hold what the lists say, at the tail of what has been computed."""
-        for (layer, name, head), held in self.held.items():
-            end = self.computed[name]
-            table = self.tables[layer, list(PROMPTS).index(name)]
-            places = torch.arange(end - len(held), end)
-            blocks, rows = table[places // BLOCK].long(), places % BLOCK
-            positions = torch.tensor([float(position) for position, _ in held])
-            for offset, shift in ((0, 0.0), (BLOCK, 0.5)):
-                found = self.cache[blocks, head, rows + offset]
-                assert torch.equal(found, (positions + shift)[:, None].expand(-1, 8))
-            if self.mass is not None:
-                found = self.mass.pages[blocks, head, rows]
-                assert found.tolist() == [mass for _, mass in held]
-
-
-@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
-@pytest.mark.parametrize(
-    ("policy", "args"),
-    [
-        ("h2o", {"interval": 8}),
-        ("h2o", {"interval": 3, "fill_blocks": False, "allocator": "arithmetic"}),
-        ("h2o", {"interval": 5, "recent": 0.0, "sinks": 3, "window": 2}),
-        ("h2o", {"schedule": f"{__name__}:Protecting", "schedule.interval": 6}),
-        ("h2o", {"interval": 8, "allocator": "arithmetic", "beta": 100}),  # the top keeps nothing
-        ("streaming-llm", {"schedule": "interval", "interval": 8}),
-        ("streaming-llm", {"schedule": f"{__name__}:Protecting", "schedule.interval": 6}),
-        ("streaming-llm", {"schedule": "interval", "interval": 3, "fill_blocks": False}),
-    ],
-    ids=str,
-)
-def test_evictions_against_lists(ops: Ops, policy: str, args: dict[str, Any]) -> None:
-    walk = Walk(load_policy(policy, 14, args), ops)
-    walk.step({"a": 20, "b": 9})
-    walk.step({"a": 17, "c": 40})
-    walk.step({"a": 1, "b": 1, "c": 18})
-    walk.check()
-    for count in range(40):
-        walk.step(dict.fromkeys(("abc", "ac", "b", "cb")[count % 4], 1))
-        walk.check()
-    assert walk.evictions >= 3 * LAYERS * 3
 
 
 def make_mass(policy: Policy, num_blocks: int, heads: int = HEADS) -> KeyMass:

@@ -18,7 +18,6 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages, choosing
 from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.reads import PageReads, StepReads
-from vllm_pyramid.methods.pages.step_rows import Bounds, FullPages, RowsOfStep, StepReadsPlan
 from vllm_pyramid.methods.pages.worker import PageSelector
 from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.policy import load_policy
@@ -49,72 +48,6 @@ def _step(
     if skips is not None:
         step.skips[:] = skips
     return step
-
-
-@given(data=st.data())
-def test_rows_cover_a_step(data: st.DataObject) -> None:
-    """Each query has one row, of its request and with its position; prompts never choose."""
-    count = data.draw(st.integers(1, 5))
-    requests, skips = [], []
-    for _ in range(count):
-        prompt = data.draw(st.integers(1, 60))
-        computed = data.draw(st.integers(0, prompt + 30))
-        requests.append((prompt, computed, data.draw(st.integers(1, 20))))
-        skips.append(N * data.draw(st.integers(0, min(prompt, computed) // N)))
-    step = _step(requests, skips)
-    bounds = Bounds(
-        N, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 3)), data.draw(st.integers(0, 50))
-    )
-    budgets = np.array(
-        [[2**31 - 1, *data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=2))]
-         for _ in requests], np.int32,
-    )  # fmt: skip
-    plan = StepReadsPlan(step, budgets, bounds)
-    # One by one, from the rules.
-    expected = []
-    for request, (prompt, computed, scheduled) in enumerate(requests):
-        for position in range(computed, computed + scheduled):
-            visible = position // N + 1 - skips[request] // N
-            most = [max(int(b), bounds.sinks + bounds.recent) for b in budgets[request]]
-            chooses = (
-                position >= prompt
-                and position >= bounds.min_context
-                and any(b < visible for b in most)
-            )
-            read = [min(visible, b) if chooses else visible for b in most]
-            expected.append((request, position, position >= prompt, chooses, visible, read))
-    behind = [one for one in expected if one[2]]
-    assert plan.requests.tolist() == [one[0] for one in behind]
-    assert plan.positions.tolist() == [one[1] for one in behind]
-    assert plan.chooses.tolist() == [one[3] for one in behind]
-    assert plan.planned.T.tolist() == [one[5] for one in behind]
-    assert all(row == plan.visible[0].tolist() for row in plan.visible.tolist())
-    rows = RowsOfStep.of(step, plan)
-    assert rows.starts[0] == 0 and rows.starts[-1] == len(expected)
-    assert sorted([*rows.chosen, *rows.whole]) == list(range(len(rows.requests)))
-    for row, (start, end) in enumerate(zip(rows.starts[:-1], rows.starts[1:], strict=True)):
-        queries = expected[start:end]
-        assert queries and {one[0] for one in queries} == {rows.requests[row]}
-        assert rows.seq_lens[row] == queries[-1][1] + 1
-        assert {one[3] for one in queries} == {row in rows.chosen}
-        assert row in rows.whole or len(queries) == 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=1, max_size=5))
-def test_full_pages_of_a_step(requests: list[tuple[int, int]]) -> None:
-    step = _step([(50, computed, scheduled) for computed, scheduled in requests])
-    wanted = [
-        (request, page)
-        for request, (computed, scheduled) in enumerate(requests)
-        for page in range(20)
-        if computed < (page + 1) * N <= computed + scheduled
-    ]
-    found = FullPages.of(step, N)
-    if found is None:
-        assert not wanted
-        return
-    assert list(zip(found.requests.tolist(), found.pages.tolist(), strict=True)) == wanted
-    assert (found.ends % N == 0).all() and (found.starts <= found.ends).all()
 
 
 # Quest --------------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ import torch
 from tests import back_ends
 from tests.back_ends import BackEnd
 from tests.shifted_worker import Host, launch_tables
-from vllm_pyramid.methods.ridge_values import RidgeValues, worker
+from vllm_pyramid.methods.ridge_values import worker
 from vllm_pyramid.methods.ridge_values.worker import RidgeHooks, changed_values, window_outputs
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 pytestmark = pytest.mark.cpu
@@ -251,33 +250,12 @@ def test_what_cannot_be_solved_is_marked() -> None:
     [
         ("select", {}, "evicts nothing"),
         ("keydiff", {}, "'keydiff' has no observation window"),
-        ("streaming-llm", {}, "'recency' has no observation window"),
-        ("h2o", {}, "its scorer 'accumulated_attention'"),
         ("pyramidkv", {"chunk.tokens": 256}, "chunk.tokens 256"),
-        ("keydiff", {"schedule": "interval"}, "its schedule is 'interval'"),
-        ("select-evicted", {}, "its attend 'pages'"),
-        ("xkv", {}, "'global' solves the lengths"),
     ],
 )
 def test_policies_without_such_values(preset: str, args: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=f"cannot change the kept values.*{reason}"):
         load_policy(preset, None, {**args, "values": "ridge"})
-
-
-@pytest.mark.parametrize("ridge", [0.0, 1e-4, -1.0, 1e4, "much"])
-def test_ridges_out_of_range(ridge: Any) -> None:
-    with pytest.raises(ValueError, match="ridge"):
-        policy(ridge=ridge)
-
-
-def test_it_composes_with_prefixes_turns_and_other_settings() -> None:
-    """What is published is full attention's, and a turn's eviction sees the window's queries."""
-    for preset in ("pyramidkv", "snapkv", "snapkv-max", "snapkv-expected"):
-        served = load_policy(preset, None, {"values": "ridge", "ridge": 0.5})
-        assert served.values == RidgeValues(ridge=0.5)
-        (row,) = served.refusals
-        assert row.features == (Feature.CACHE_OF_8_BITS,) and not load_policy(preset).refusals
-        assert Policy.model_validate(served.as_data()) == served
 
 
 def test_the_memory_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,24 +271,3 @@ def test_rotations_are_undone(halves: bool) -> None:
     torch.testing.assert_close(rotary.turn_back(turned, positions), x)
     one = rotary.mean_turn(x[0], torch.tensor([9]))
     torch.testing.assert_close(one, rotary.turn(x[0], *rotary.at(torch.tensor(9))))
-
-
-def test_what_presets_say_of_their_scorers_holds() -> None:
-    """Scorers that look at keys alone evict at any time; others say why they cannot."""
-    policy = load_policy("keydiff", 64, {"schedule": {"kind": "interval", "interval": 8}})
-    assert policy.schedule.every == 8 and policy.works_in_every_step
-    for name in ("random", "snapkv-max", "snapkv-expected"):
-        with pytest.raises(ValueError, match=r"(positions|no scores during generation)"):
-            load_policy(name, 128, {"schedule": "interval"})
-
-
-def test_expected_attention_needs_no_copy_a_query_head() -> None:
-    """More query heads than KV heads give what each group's mean over single heads gives."""
-    grouped, settings = MadeUp(tokens=41), {"kind": "expected_attention", "future_positions": 16}
-    scorer = parse_component(Scorer, settings)
-    single = MadeUp(tokens=41)
-    single.kv_heads, single.heads = single.heads, single.heads
-    single.keys = grouped.keys.repeat_interleave(3, dim=0)
-    single.values = grouped.values.repeat_interleave(3, dim=0)
-    alone = scorer.score(single.view(WINDOW, SINKS)).unflatten(0, (2, 3)).mean(dim=1)
-    torch.testing.assert_close(scorer.score(grouped.view(WINDOW, SINKS)), alone)

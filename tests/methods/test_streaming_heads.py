@@ -23,12 +23,10 @@ from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.methods.kvpress_presses import _import
 from vllm_pyramid.methods.streaming_heads import StreamingHeads
 from vllm_pyramid.methods.streaming_heads.score_files import CONFIG, SCORES
-from vllm_pyramid.plan import Budget, RetentionPlan, peak_blocks
+from vllm_pyramid.plan import RetentionPlan, peak_blocks
 from vllm_pyramid.policy import Policy, load_policy
-from vllm_pyramid.policy.capabilities import Feature, asked, refuse
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import check_request
-from vllm_pyramid.tools.heads.scores import HeadScores
 
 pytestmark = pytest.mark.cpu
 
@@ -72,20 +70,6 @@ def test_a_folder_is_read_once_and_travels_as_numbers(folder: Path) -> None:
     assert kept_tokens(streaming(mask=MASK)) == (128, 256)
 
 
-def test_sizes_of_the_user_come_before_those_of_the_folder(folder: Path) -> None:
-    args = {"mask": str(folder), "heads.sinks": 0, "heads.recent": 7}
-    assert kept_tokens(load_policy("duoattention", None, args)) == (0, 7)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 2 / 3, 1.0])
-def test_the_mask_is_that_of_the_probe(share: float) -> None:
-    """And so the one that DuoAttention's code makes: `tests/tools/heads/test_head_scores.py`."""
-    scores = HeadScores(torch.tensor(MASK, dtype=torch.float64), 4, 12)
-    heads = streaming(mask=MASK, share=share).heads
-    assert isinstance(heads, StreamingHeads)
-    assert heads.keeps_everything(6).tolist() == scores.mask(share).flatten().tolist()
-
-
 def test_a_mask_of_query_heads_counts_the_best_of_a_kv_head(tmp_path: Path) -> None:
     """HeadKV's file, of a model with 3 layers of 4 query heads and 2 KV heads."""
     numbers = np.repeat(MASK, 2, axis=1)
@@ -103,12 +87,6 @@ def test_a_mask_of_query_heads_counts_the_best_of_a_kv_head(tmp_path: Path) -> N
     for shape in ((3, 2, 8), (2, 2, 4), (3, 3, None)):
         with pytest.raises(ValueError, match="is for 3 layers of 4 heads, and this model"):
             heads.check_shape(*shape)
-
-
-def test_without_a_mask_heads_are_spread_evenly() -> None:
-    heads = streaming(share=0.25).heads
-    assert isinstance(heads, StreamingHeads)
-    assert heads.keeps_everything(LAYERS * HEADS).reshape(LAYERS, HEADS).sum(1).tolist() == [2] * 32
 
 
 # Plans --------------------------------------------------------------------------------------------
@@ -169,25 +147,6 @@ def test_what_each_head_keeps_inside_the_prompt(
     most = peak_blocks_up_to(policy, prompt_len + longest, 6, 8)
     assert peak_blocks(plan, prompt_len, sizes).sum() <= most.sum()
     assert (most <= -(-(prompt_len + longest) // 8)).all()
-
-
-def test_what_the_longest_prompt_takes() -> None:
-    """At 128k with chunks of 4,096: retrieval heads' blocks, and one chunk of the others'."""
-    policy = load_policy("duoattention", None, {"chunk.tokens": 4096})
-    blocks = peak_blocks_up_to(policy, 131072, LAYERS * HEADS, BLOCK * HEADS)
-    whole = LAYERS * HEADS * 131072 // (BLOCK * HEADS)
-    assert 0.51 < blocks.sum() / whole < 0.53
-
-
-def test_twice_as_many_requests_at_8k() -> None:
-    """Half of the heads stream (128 + 256): 52 % of the blocks, in pages of the same bytes."""
-    plan = plan_of(streaming(), 8192, LAYERS * HEADS, BLOCK * HEADS)
-    held, full = int(plan.end.blocks.sum()), LAYERS * 8192 // BLOCK
-    assert held == LAYERS * (4 * 64 + 4 * 3) and full == LAYERS * 512
-    assert full / held == pytest.approx(1.91, abs=0.005)
-    # With 512 generated tokens, which all heads keep.
-    grown = LAYERS * (4 * 68 + 4 * 7)
-    assert LAYERS * 544 / grown == pytest.approx(1.81, abs=0.005)
 
 
 def test_a_block_of_a_head_has_the_bytes_of_one_of_all_heads() -> None:
@@ -298,17 +257,10 @@ def test_the_same_tokens_as_duo_attention_press(prompt_len: int) -> None:
     ("args", "message"),
     [
         ({"scorer": "keydiff"}, "go with scorer 'recency' alone"),
-        ({"allocator": "arithmetic"}, "go with allocator 'uniform' alone"),
-        ({"schedule": "interval"}, "go with schedule 'prompt_end' alone"),
-        ({"values": "host"}, "go with values 'device' alone"),
-        ({"attend": "pages"}, "go with attend 'all' alone"),
         ({"chunk.tokens": 64, "chunk.keep": 80}, "of chunk, set tokens alone"),
-        ({"chunk.tokens": 64, "chunk.scorer": None}, "of chunk, set tokens alone"),
         ({"window": 8}, "leave sinks and window out"),
         ({"heads.mask": [[1.0], [0.5, 0.5]]}, "equally many numbers for each layer"),
         ({"heads.mask": "/nowhere"}, "cannot read the scores of heads in /nowhere"),
-        ({"heads.share": 1.5}, "less than or equal to 1"),
-        ({"heads.recent_share": 1.5}, "less than or equal to 1"),
     ],
 )
 def test_policies_that_cannot_have_streaming_heads(args: dict[str, Any], message: str) -> None:
@@ -350,15 +302,3 @@ def test_a_server_needs_a_mask_of_its_model() -> None:
         streaming(mask=MASK).heads.check_shape(2, 3)
     with pytest.raises(ValueError, match="there are 8 KV heads"):
         streaming(mask=MASK).plan(100, 8, 16)
-
-
-def test_a_kind_that_was_not_rehearsed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamingHeads, "on_cuda", False)
-    with pytest.raises(ValueError, match="does not work on CUDA devices: it was not rehearsed"):
-        refuse(streaming(mask=MASK), asked(Feature.CUDA))
-
-
-def test_a_budget_of_a_hundred_percent_is_no_limit() -> None:
-    policy = streaming(mask=MASK)
-    policy.check_budget(Budget.parse("100%"))
-    assert policy.evicts and not policy.has_budget

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.kv_cache.evicted_names import EvictedNames
-from vllm_pyramid.plan import Budget, RetentionPlan, affordable, peak_blocks, tokens_per_step
+from vllm_pyramid.plan import RetentionPlan, affordable, peak_blocks, tokens_per_step
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
-from vllm_pyramid.policy.request import check_request, resolve
+from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 
 pytestmark = pytest.mark.cpu
@@ -164,21 +163,3 @@ def test_what_a_state_depends_on() -> None:
     shares = load_policy("snapkv", "30%", {"window": 4})
     assert keys(500, [], shares) != keys(500, [], shares, kv_min_tokens=20)
     assert EvictedNames.of(resolve(policy, RequestKeys()), _plan(policy, 9, ())) is None
-
-
-def test_refused() -> None:
-    """By a part of the policy (`tests/policy/test_capabilities.py`), or by the server."""
-    params = SimpleNamespace(extra_args={"kv_turns": []}, prompt_logprobs=None)
-    with pytest.raises(
-        ValueError, match=r"work with kv_turns: .*; leave it out, or send kv_turn_m"
-    ):
-        check_request(load_policy("h2o"), params)
-    with pytest.raises(ValueError, match=r"does not work on this server: because; leave it out"):
-        check_request(load_policy("snapkv", 64), params, "because")
-    assert check_request(load_policy("snapkv", 64), params).turns == ()
-
-
-def test_a_request_without_turns_is_as_before() -> None:
-    policy = load_policy("pyramidkv", 64)
-    assert policy.plan(500, LAYERS, 16, Budget(tokens=64)) is policy.plan(500, LAYERS, 16)
-    assert resolve(policy, RequestKeys.parse({"kv_budget": 80})).turns is None

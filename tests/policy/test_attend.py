@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,12 @@ from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.methods.pages.trial import try_scorer
 from vllm_pyramid.policy import Budget, Policy, load_policy
 from vllm_pyramid.policy.attend import ALL_PAGES
-from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.page_scorer import PageScorer
-from vllm_pyramid.policy.planning import reusable_tokens
 from vllm_pyramid.policy.request import check_request, for_request
 
 pytestmark = pytest.mark.cpu
 
-PRESETS = ("infllm", "quest", "select", "select-evicted")
 SIZE = 16
 
 
@@ -37,26 +32,6 @@ def _part(policy: Policy) -> SelectPages:
 
 def _attend(**fields: Any) -> SelectPages:
     return _part(load_policy("select", args={"attend": fields}))
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_select_and_travel_as_data(name: str) -> None:
-    policy = load_policy(name)
-    assert policy.attend.selects and policy.attends and policy.approximates_answers
-    assert not policy.works_in_every_step and not policy.splits_at_prompt_end
-    assert policy.why_not(Feature.PREFIX_CACHING) is None
-    again = Policy.model_validate(policy.as_data())
-    assert again == policy and hash(again) == hash(policy)
-    other = load_policy(name, args={"attend.budget": "11%"})
-    assert other != policy and Policy.model_validate(other.as_data()) == other
-
-
-def test_other_policies_read_everything() -> None:
-    for name in ("full", "snapkv", "kcache"):
-        part = load_policy(name).attend
-        assert not part.selects and (part.pages(4096, 8, SIZE) == ALL_PAGES).all()
-    inner = load_policy("snapkv-chunked").inner_policy
-    assert inner is not None and not inner.attend.selects
 
 
 def test_pages_of_a_budget() -> None:
@@ -129,42 +104,20 @@ def test_a_request_has_a_budget_of_its_own() -> None:
     assert _part(both.policy).budget == Budget.parse("6%")
 
 
-def test_answers_are_not_shared() -> None:
-    """A prompt's blocks hold the KV of the full cache; those of an answer do not."""
-    for name, tokens in (("full", None), ("select", 1000), ("infllm", 1000)):
-        policy = load_policy(name)
-        assert reusable_tokens(policy, policy.plan(1000, 8, SIZE)) == tokens
-    evicted = load_policy("select-evicted")
-    snapkv = load_policy("snapkv-expected", "50%")
-    plans = [policy.plan(1000, 8, SIZE) for policy in (evicted, snapkv)]
-    assert reusable_tokens(evicted, plans[0]) == reusable_tokens(snapkv, plans[1])
-
-
 @pytest.mark.parametrize(
     ("preset", "args", "message"),
     [
         ("h2o", {}, "a key that is not read gets no score"),
-        ("keyformer", {}, "a key that is not read gets no score"),
-        ("streaming-llm", {"schedule": "interval"}, "a key that is not read gets no score"),
         ("pyramidinfer", {}, "selecting was not tried"),
-        ("zigzagkv", {}, "selecting was not tried: choose uniform"),
-        ("snapkv", {"fill_blocks": False}, "has fill_blocks false"),
         ("kcache", {}, "keeps V in host memory"),
         ("select", {"attend.allocator": "needed_tokens"}, "does not divide a number of tokens"),
         ("select", {"attend.budget": 80}, "give at least 81"),
-        ("select", {"attend.budget": "0%"}, "must be above 0%"),
         ("select", {"attend.scorer": "boxes"}, r"unknown attend.scorer kind 'boxes' \(did you "),
         (
             "snapkv",
             {"attend": {"kind": "pages", "scorer": "representative"}},
             "an eviction mixes the tokens of pages",
         ),
-        ("select", {"attend.scorer": {"kind": "representative", "count": 0}}, "greater than or "),
-        ("select", {"attend.combine": "sum"}, "'mean' or 'max'"),
-        ("select", {"attend.sinks": -1}, "greater than or equal to 0"),
-        ("select", {"attend.page": 1}, "unknown argument 'attend.page'"),
-        ("select", {"attend": "some"}, "unknown attend kind 'some'"),
-        ("full", {"attend": "pages"}, "the name 'full' is reserved"),
     ],
 )
 def test_what_cannot_select(preset: str, args: dict[str, Any], message: str) -> None:
@@ -245,20 +198,6 @@ def test_the_kinds_of_page_scorers() -> None:
         part = parse_component(PageScorer, kind)
         assert part.has_kernels
         try_scorer(part, 4, 2, 8, SIZE)
-
-
-def test_the_page_scorer_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class and the arguments of docs/select.md, tried as at an engine's start-up."""
-    page = (Path(__file__).parents[2] / "docs" / "select.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "my_pages.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    (args,) = re.findall(r"--kv-policy-args '(.*HalvesScorer.*)'", page)
-    policy = load_policy("select", args=json.loads(args))
-    scorer: Any = _part(policy).scorer
-    assert scorer.weight == 0.5 and scorer.rows == 2
-    try_scorer(scorer, 4, 2, 8, SIZE)
-    assert Policy.model_validate(policy.as_data()) == policy
 
 
 def test_a_page_scorer_of_the_users_own(own: str) -> None:

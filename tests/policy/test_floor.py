@@ -60,22 +60,6 @@ def test_no_share_of_any_policy_falls_below_it(name: str) -> None:
         assert found >= min(wanted, prompt_len) if thinned else found == wanted, prompt_len
 
 
-def test_thinned_prompts_keep_it_in_every_layer() -> None:
-    for prompt_len in (FLOOR, FLOOR + 1, 400, 900):
-        plan = served("pyramidinfer", "5%", kv_min_tokens=FLOOR).plan(prompt_len, 32, BLOCK)
-        assert plan.end.keep.min() >= FLOOR, prompt_len
-    pieces = served(
-        "pyramidinfer",
-        "5%",
-        kv_min_tokens=FLOOR,
-        kv_policy_args={"piece_tokens": 150, "min_context": 16},
-    )
-    assert pieces.plan(FLOOR, 32, BLOCK).end.keep.tolist() == [FLOOR] * 32
-    least = pieces.plan(3 * FLOOR, 32, BLOCK).end.keep.min()
-    assert FLOOR <= least < 2 * FLOOR, "later pieces are thinned as far as ever"
-    assert served("pyramidinfer", "5%", kv_min_tokens=0).plan(400, 32, BLOCK).end.keep.min() < FLOOR
-
-
 def test_a_total_that_is_solved_keeps_it() -> None:
     policy = served("xkv", kv_policy_args={"retention": 0.5}, kv_min_tokens=FLOOR)
     plan = policy.plan(1000, LAYERS, BLOCK)

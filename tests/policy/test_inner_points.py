@@ -112,47 +112,20 @@ def test_the_worst_prompt_is_no_worse(policy: Policy, longest: int) -> None:
     assert most <= bound <= most + 2 * LAYERS
 
 
-def test_a_bound_of_any_length() -> None:
-    """With a budget in tokens a longer prompt holds no more; without points it holds itself."""
-    policy = load_policy("pyramidkv-chunked")
-    peaks = [int(peak_blocks_up_to(policy, n, 32, 16).sum()) for n in (16384, 131072, 1 << 20)]
-    assert peaks[0] == peaks[1] == peaks[2] <= 32 * ((4096 + 2048) // 16 + 3)
-    assert peak_blocks_up_to(load_policy("pyramidkv"), 16384, 32, 16).tolist() == [1024] * 32
-
-
 @pytest.mark.parametrize(
     ("policy", "args", "message"),
     [
         ("xkv", {"chunk.tokens": 256}, "decides the lengths from the scores of a whole prompt"),
-        ("pyramidinfer", {"chunk.tokens": 256}, "thins prompts between layers"),
         ("full", {"chunk.tokens": 256}, "keeps every token"),
-        ("kcache", {"chunk.tokens": 256}, "evictions at the prompt's end alone"),
-        ("snapkv", {"chunk.tokens": 256, "values": "host"}, "chunk.tokens 256"),
         ("random", {"chunk.tokens": 256}, "'random' needs positions"),
-        ("snapkv", {"chunk.tokens": 256, "chunk.scorer": "random"}, "chunk.scorer 'random' needs"),
         ("snapkv", {"chunk.tokens": 32, "chunk.window": 64}, "at least 65"),
         ("scissorhands", {"chunk.tokens": 64, "chunk.keep": 200}, "looks back over 400 queries"),
         ("snapkv", {"chunk.keep": 64}, "set chunk.tokens too"),
-        ("snapkv", {"chunk.tokens": -1}, "chunk.points.tokens|chunk.tokens"),
-        ("snapkv", {"chunk": {"token": 64}}, "unknown argument 'chunk.token'"),
-        ("snapkv", {"chunk": {"tokens": 64, "scorer": "keydif"}}, "did you mean 'keydiff'"),
     ],
 )
 def test_refused(policy: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_policy(policy, None, args)
-
-
-def test_it_travels_and_needs_no_kind() -> None:
-    policy = load_policy("snapkv", 64, {"chunk": {"tokens": 64, "scorer": None, "window": 16}})
-    again = Policy.model_validate(policy.as_data())
-    assert (
-        again == policy and again.chunk.scorer is None and again.inner_policy == policy.inner_policy
-    )
-    assert policy.inner_policy is not None and policy.inner_policy.inner_policy is None
-    by_default = load_policy("snapkv", 64, {"chunk": {"tokens": 64}})
-    assert by_default.inner_policy is not None and by_default.inner_policy.scorer.kind == "keydiff"
-    assert load_policy("snapkv", 64).inner_policy is None
 
 
 def test_what_the_parts_inside_ask_for() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 import vllm_pyramid.methods
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.component import Component
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component, resolve_kind
 from vllm_pyramid.policy.page_scorer import PageScorer
 from vllm_pyramid.policy.policy import SECTIONS, Policy
@@ -175,34 +174,20 @@ def test_a_scorer_of_the_users(own: str, tmp_path: Path) -> None:
     assert not any("Norms" in cls.__name__ for cls in built_in_kinds(Scorer).values())
 
 
-def test_parts_that_override_nothing_do_what_their_base_does(own: str, tmp_path: Path) -> None:
-    sections = {"schedule": f"{own}:OnceOnly", "values": f"{own}:Somewhere"}
-    policy = load_policy(_preset(tmp_path, scorer="recency", **sections))
-    assert policy.schedule.every == 0 and policy.values.on_device(3)
-
-
 CLASSES = [
     ("scorer", "Scoreless", r"the scorer OWN:Scoreless has no method `score\(self, inputs\)`"),
-    ("scorer", "Blind", r"the scorer OWN:Blind has no method `observe\(self, inputs\)`"),
     (
         "allocator",
         "Curveless",
         r"the allocator OWN:Curveless has no method `curve\(self, mean, num_layers, capacity\)`",
     ),
-    ("selector", "Undecided", r"the selector OWN:Undecided has no method `select\(self, scores, k"),
     ("scorer", "Curveless", "the scorer 'OWN:Curveless' is not a subclass of Scorer"),
-    ("scorer", "Nothing", "the scorer 'OWN:Nothing' is not a subclass of Scorer"),
-    ("scorer", "function", "the scorer 'OWN:function' is not a subclass of Scorer"),
     ("allocator", "Norms", "the allocator 'OWN:Norms' is not a subclass of Allocator"),
-    ("selector", "Norms", "the selector 'OWN:Norms' is not a subclass of Selector"),
-    ("schedule", "Norms", "the schedule 'OWN:Norms' is not a subclass of Schedule"),
-    ("values", "Norms", "the values 'OWN:Norms' is not a subclass of Values"),
     (
         "scorer",
         "Nroms",
         "cannot import the scorer 'OWN:Nroms': .*no attribute 'Nroms'.*PYTHONPATH, which all proc",
     ),
-    ("scorer", "", "cannot import the scorer 'OWN:'"),
 ]
 
 
@@ -234,32 +219,6 @@ def test_a_class_that_cannot_work_is_named_in_one_sentence(
 def test_modules_that_are_not_there(kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_policy("snapkv", 64, {"scorer": kind})
-
-
-def test_unknown_keys_of_a_class_of_the_users(own: str) -> None:
-    args: dict[str, Any] = {"scorer": {"kind": f"{own}:Norms", "pover": 3.0}}
-    with pytest.raises(ValueError, match=r"unknown argument 'scorer\.pover'.*did you mean"):
-        load_policy("snapkv", 64, args)
-
-
-def test_a_class_of_the_users_answers_for_its_own_values(own: str) -> None:
-    with pytest.raises(ValueError, match=r"scorer\.power: .*not 'much'"):
-        load_policy("snapkv", 64, {"scorer": f"{own}:Norms", "power": "much"})
-
-
-def test_a_part_that_says_nothing_changes_nothing() -> None:
-    """The answers of the contract's base, which are those of every part without an opinion."""
-    part = Component(kind="test")
-    policy = load_policy("snapkv", 64)
-    part.check(policy)
-    part.check_layers(3)
-    part.check_budget(policy, policy.budget)
-    assert not part.works_in_every_step and not part.works_during_prompt
-    assert not part.splits_at_prompt_end and not part.unsupported
-    keys = {"kv_top_n": 3}
-    assert part.for_request(keys) is part and keys == {"kv_top_n": 3}
-    side: Any = None
-    assert part.worker_hooks(policy, side) is None and part.scheduler_hooks(policy, 3) is None
 
 
 def test_fields_of_plain_types_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

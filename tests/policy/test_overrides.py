@@ -217,10 +217,6 @@ def test_limits_without_effect(
     RequestOverrides(allowed).check_policy(load_policy(policy, budget))
 
 
-def test_a_limit_of_spans_alone_has_an_effect() -> None:
-    RequestOverrides(("keep",), 512).check_policy(load_policy("snapkv", "12%"))
-
-
 def test_turns_do_not_raise_what_a_prompt_holds() -> None:
     """A request whose evictions are used up holds up to 1,023 tokens on top of its budget."""
     overrides = RequestOverrides(max_budget="25%")

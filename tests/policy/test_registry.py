@@ -103,11 +103,6 @@ def test_an_unknown_name_lists_the_valid_ones(name: str) -> None:
         load_policy(name)
 
 
-def test_a_near_miss_is_suggested() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 'pyramidkv'\?"):
-        load_policy("pyramidvk")
-
-
 def test_a_file_of_the_user(preset: Any) -> None:
     policy = load_policy(preset("budget: 64\nwindow: 4\nscorer: observation_window\n"))
     assert policy.name == "mine"
@@ -124,28 +119,17 @@ def test_a_file_of_the_user(preset: Any) -> None:
             r"unknown key 'scorrer' in .*mine\.yaml, line 2 .*'scorer'",
         ),
         ("budget: 64\nscorer: [\n", r"malformed YAML in .*mine\.yaml, line 3, column 1"),
-        ("budget: 64\nscorer: @x\n", r"malformed YAML in .*mine\.yaml, line 2"),
         ("budget: 64\nbudget: 65\nscorer: recency\n", r"line 2: 'budget' is given twice"),
-        ("a: {b: 1,\n  b: 2}\n", r"line 2: 'a\.b' is given twice"),
         ("- a\n", "not a list"),
-        ("", "not a NoneType"),
         ("scorer: recency\n", "budget: this key is missing"),
-        ("budget: 64\n", "scorer: this key is missing"),
         ("budget: 0\nscorer: recency\n", r"budget \(line 1\): budget 0 is out of range"),
-        ("scorer: recency\nbudget: 120%\n", r"budget \(line 2\): .*at most 100%"),
-        ("budget: 9\nsinks: 9\nscorer: recency\n", "at least 10"),
-        ("budget: 9\nwindow: -1\nscorer: recency\n", r"window \(line 2\): .*not -1"),
         ("budget: 9\nfill_blocks: 1\nscorer: recency\n", r"fill_blocks \(line 2\)"),
-        ("budget: 9\nscorer: observation_window\n", "`window` must be at least 1"),
         (
             "budget: 99\nwindow: 8\nscorer: {kind: observation_window, pooling: median}\n",
             r"scorer\.pooling.*not 'median'",
         ),
-        ("budget: 99\nscorer: {kind: recency, x: 1}\n", "unknown key 'x' in scorer 'recency'"),
         ("budget: 50%\nscorer: none\n", "keeps every token"),
         ("name: full\nbudget: 50%\nscorer: recency\n", "reserved"),
-        ("name: none\nbudget: 50%\nscorer: recency\n", "reserved"),
-        ("1: 2\n", "unknown key 1 in"),
     ],
 )
 def test_mistakes_in_a_file_are_named(preset: Any, text: str, message: str) -> None:
@@ -199,28 +183,14 @@ def test_a_kind_is_changed_before_its_fields(args: dict[str, Any]) -> None:
     assert policy.allocator.model_dump() == {"kind": "arithmetic", "beta": 10.0}
 
 
-def test_a_changed_kind_starts_from_its_own_defaults() -> None:
-    policy = load_policy("pyramidkv", 512, {"allocator": "uniform"})
-    assert policy.allocator.model_dump() == {"kind": "uniform"}
-    plain, scored = load_policy("snapkv", 512), policy
-    assert (plain.plan(2048, 8, 16).end.keep == scored.plan(2048, 8, 16).end.keep).all()
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ({"betta": 3}, "unknown argument 'betta'.*did you mean 'beta'.*allocator.beta"),
-        ({"budget": 3}, "--kv-budget"),
-        ({"name": "x"}, "unknown argument 'name'"),
         ({"kind": "uniform"}, "ambiguous.*'allocator.kind'"),
-        ({"scorer.beta": 3}, "unknown argument 'scorer.beta'"),
         ({"allocator": {"x": 3}}, "unknown argument 'allocator.x'"),
-        ({"allocator": 3}, "unknown allocator kind 3"),
-        ({"allocator": {"beta": 3}, "allocator.beta": 4}, "given twice"),
         ({"beta": 3, "allocator.beta": 4}, "given twice"),
         ({"beta": "x"}, r"policy 'pyramidkv': allocator\.beta: .*not 'x'"),
-        ({"window": 8.0}, "window: .*not 8.0"),
-        ({"window": True}, "window: .*not True"),
         ({"window": 600}, "budget 512 is too small .* at least 601"),
         ({"allocator": "uniform", "beta": 3}, "unknown argument 'beta' .it belongs to allocator"),
     ],
@@ -228,14 +198,6 @@ def test_a_changed_kind_starts_from_its_own_defaults() -> None:
 def test_wrong_arguments(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_policy("pyramidkv", 512, args)
-
-
-def test_a_budget_is_checked_against_the_arguments() -> None:
-    with pytest.raises(ValueError, match="at least 9"):
-        load_policy("snapkv", 8)
-    assert load_policy("snapkv", 8, {"window": 4}).budget.tokens == 8
-    with pytest.raises(ValueError, match="keeps every token"):
-        load_policy("full", 512)
 
 
 # V in host memory ---------------------------------------------------------------------------------
@@ -265,18 +227,14 @@ def test_any_policy_keeps_v_in_host_memory() -> None:
     ("name", "args", "message"),
     [
         ("pyramidkv", {"top_n": 64}, "policy 'pyramidkv'.* 'top_n' .it belongs to values 'host'"),
-        ("snapkv", {"renormalize": False}, "policy 'snapkv'.* 'renormalize' .it belongs to values"),
         (
             "kcache",
             {"values": "device", "device_layers": 0},
             "'device_layers' .it belongs to values 'host'",
         ),
-        ("kcache", {"top_n": 0}, r"values\.top_n: .*greater than or equal to 1"),
-        ("kcache", {"device_layers": -1}, r"values\.device_layers: .*greater than or equal to 0"),
         ("kcache", {"values": "disk"}, "unknown values kind 'disk'.*valid kinds: device, host"),
         ("full", {"values": "host"}, "'full' is reserved .*choose kcache"),
         ("h2o", {"values": "host"}, "prompt's end alone so far.*'interval'.*accumulated_attention"),
-        ("streaming-llm", {"values": "host", "schedule": "interval"}, "schedule is 'interval'"),
         ("pyramidinfer", {"values": "host"}, "prompt's end alone so far.*recent_ensemble"),
     ],
 )

@@ -67,23 +67,6 @@ def test_every_eviction_keeps_its_budget(
         before = now.skip
 
 
-def test_plans_that_evict_once_have_no_later_ones() -> None:
-    plan = plan_of("pyramidkv", 40, {}, 100, 4, 16)
-    assert [plan.next_eviction(c) for c in (0, 99, 100, 5000)] == [100, 100, None, None]
-    assert [plan.evictions_by(c) for c in (0, 99, 100, 5000)] == [0, 0, 1, 1]
-
-
-def test_a_share_is_one_of_the_prompt() -> None:
-    plan = plan_of("h2o", "12%", {"interval": 100}, 1000, 2, 16)
-    assert [plan.after(number).keep.tolist() for number in (1, 2, 9)] == [[120, 120]] * 3
-
-
-def test_a_short_prompt_grows_until_the_budget() -> None:
-    plan = plan_of("h2o", 200, {"interval": 64}, 100, 2, 16)
-    held = [plan.after(number).held.tolist()[0] for number in range(1, 6)]
-    assert held == [100, 164, 212, 212, 212]
-
-
 @given(
     prompt_len=st.integers(0, 400),
     budget=st.integers(9, 300),
@@ -149,43 +132,19 @@ def test_a_schedule_may_set_lengths_and_protect_tokens() -> None:
     ("policy", "args", "message"),
     [
         ("snapkv", {"schedule": "interval"}, "has no scores during generation"),
-        ("xkv", {"schedule": "interval"}, "has no scores during generation"),
-        ("full", {"schedule": "interval"}, "has no scores during generation"),
         ("snapkv", {"recent": 0.5}, "set `window` instead"),
         ("scissorhands", {"queries": 513}, "looks back over 513 queries but evicts every 512"),
-        ("h2o", {"schedule": "thin_generated"}, "its scorer is 'accumulated_attention'"),
-        ("h2o", {"interval": 0}, "greater than or equal to 1"),
         ("h2o", {"recent": 1.0}, "less than 1"),
-        ("full", {"schedule": "pressure"}, "keeps every token"),
         ("xkv", {"schedule": "pressure"}, "`allocator: global` cannot evict later"),
-        ("duoattention", {"schedule": "pressure"}, "`heads: streaming` cannot evict later"),
         ("snapkv", {"schedule": "pressure", "schedule.levels": ["25%", "50%"]}, "that fall"),
-        ("snapkv", {"schedule": "pressure", "schedule.levels": ["50%", "100"]}, "shares of the"),
-        ("snapkv", {"schedule": "pressure", "chunk.tokens": 256}, "`chunk: points` cannot evict"),
         ("h2o", {"schedule.prompt": "keep", "fill_blocks": False}, "moves tokens by less than a"),
-        ("h2o", {"schedule.prompt": "keep", "sinks": 4}, "leave sinks out"),
-        ("h2o", {"schedule.prompt": "keep", "values": "host"}, "`values: host` was not tried"),
         ("h2o", {"schedule.prompt": "keep", "chunk.tokens": 512}, "`chunk: points` was not tried"),
-        ("r-kv", {"window": 129}, "at most the interval, 128, not 129"),
-        ("r-kv", {"window": 0}, "must be at least 1"),
-        ("r-kv", {"kernel_size": 6}, "kernel_size must be odd"),
         (
             "r-kv",
             {"schedule": "prompt_end", "chunk.tokens": 64, "chunk.scorer": None},
             "choose another chunk.scorer",
         ),
-        (
-            "random",
-            {"schedule": "pressure", "schedule.answers": 512},
-            "`scorer: random` needs positions",
-        ),
-        (
-            "snapkv",
-            {"schedule": "pressure", "schedule.answers": 512, "fill_blocks": False},
-            "survivors begin inside a block",
-        ),
         ("snapkv", {"schedule": "pressure", "schedule.answers": 7}, "7 is less than the window"),
-        ("h2o", {"schedule": "hourly"}, "valid kinds: interval, pressure, prompt_end"),
     ],
 )
 def test_what_is_refused(policy: str, args: dict[str, Any], message: str) -> None:
@@ -210,18 +169,6 @@ def test_prompts_that_stay_are_shared() -> None:
     assert load_policy("r-kv").why_not(Feature.HOST_CACHE) is None
     assert keeping.min_last_chunk == load_policy("r-kv").min_last_chunk == 1
     assert load_policy("r-kv", None, {"schedule.prompt": "evict"}).min_last_chunk == 8
-
-
-def test_who_works_in_every_step() -> None:
-    policies = {
-        "h2o": {},
-        "scissorhands": {},
-        "streaming-llm": {"schedule": "interval"},
-    }
-    assert all(load_policy(name, None, args).works_in_every_step for name, args in policies.items())
-    assert not load_policy("pyramidkv").works_in_every_step
-    # Without later evictions it still has to look at every query of the prompt.
-    assert load_policy("h2o", None, {"schedule": "prompt_end"}).works_in_every_step
 
 
 @given(

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -22,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.plumbing.reference_time import ReferenceTime
 from tests.scheduler.harness import Setup, hasher, make_scheduler
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.allocator import CurveAllocator, point_of_tokens
+from vllm_pyramid.policy.allocator import point_of_tokens
 from vllm_pyramid.policy.limits import MAX_KEYS, MAX_TURNS
 from vllm_pyramid.policy.planning import plan_prompt
 from vllm_pyramid.policy.request import check_request, for_request
@@ -228,22 +227,6 @@ def test_no_allocator_takes_longer_for_many_turns(allocator: str, share: int) ->
     print(allocator, share, f"{calls:.1f} calls, {least:.3f} ms")
     assert calls < MOST_CALLS
     assert least < 3 * MOST_MS
-
-
-def test_an_allocator_that_is_called_for_each_turn_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The fault for which the calls are counted."""
-
-    def one_by_one(self: CurveAllocator, means: Any, num_layers: int, capacities: Any) -> Any:
-        both = zip(means.tolist(), capacities.tolist(), strict=True)
-        return np.stack([self.allocate(mean, num_layers, capacity) for mean, capacity in both])
-
-    monkeypatch.setattr(CurveAllocator, "allocate_all", one_by_one)
-    for allocator in ("arithmetic", "shares"):
-        calls = _calls_of_a_turn(_plan_of(allocator, 50))
-        print(allocator, f"{calls:.1f} calls")
-        assert calls > MOST_CALLS
 
 
 def _plan_of(allocator: str, share: int) -> Callable[[int, int], int]:

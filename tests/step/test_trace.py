@@ -109,25 +109,6 @@ def test_heads_with_lengths_of_their_own_are_layers_of_one_head(tmp_path: Path) 
     assert found is not None and (found.counts == read.counts).all()
 
 
-def test_recorded_positions_are_a_copy(tmp_path: Path) -> None:
-    writer = TraceWriter(str(tmp_path), HEADS, 0, 1)
-    evictions = make_evictions(["r"])
-    positions, recall = kept(0, 4), RECALL.clone()
-    writer.record(evictions, 0, 0, positions, recall)
-    recall.zero_()
-    positions.zero_()  # the buffer is used again before the file is written
-    writer.finish_step(evictions)
-    with np.load(tmp_path / "r.npz") as trace:
-        assert trace["kept_0"].tolist() == kept(0, 4).tolist()
-        assert trace["recall_0"].tolist() == RECALL.tolist()
-
-
-def test_ranks_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    for rank in range(2):
-        write(TraceWriter(str(tmp_path), HEADS, rank, 2), make_evictions(["r"]), rank)
-    assert files(tmp_path) == ["r-rank0.npz", "r-rank1.npz"]
-
-
 @pytest.mark.parametrize(
     "request_id",
     ["../../etc/passwd", "a/b\\c", "ä b:c*?", "..", ".", "x" * 500, "ä" * 200, "tab\tnewline\n"],
@@ -170,12 +151,6 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     write(writer, make_evictions(["r"]), seed=2)
     with np.load(tmp_path / "r.npz") as trace:
         assert trace["kept_0"].tolist() == kept(1, 4).tolist()
-
-
-def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(TraceWriter("~/traces", HEADS, 0, 1), make_evictions(["r"]))
-    assert files(tmp_path / "traces") == ["r.npz"]
 
 
 def test_later_evictions_are_written_as_positions_of_the_sequence(tmp_path: Path) -> None:

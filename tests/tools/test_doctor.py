@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import yaml
 
 from vllm_pyramid.compat.versions import vllm_version
 from vllm_pyramid.kernels.cpu import library
@@ -17,8 +16,6 @@ from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.doctor import checks as doctor
 
 pytestmark = pytest.mark.cpu
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def of_section(findings: list[doctor.Finding], section: str) -> dict[str, doctor.Finding]:
@@ -61,23 +58,6 @@ def test_what_does_not_work_with_a_policy(
     assert "unknown policy 'nothing'" in capsys.readouterr().err
 
 
-def test_lines_for_people(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = [
-        doctor.Finding("vLLM", "version", "0.1 [old]", doctor.MISSING, "install another"),
-        doctor.Finding("GPU", "devices", "none"),
-    ]
-    monkeypatch.setattr(doctor, "examine", lambda: found)
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "✗ version: 0.1 [old]" in out and "install another" in out
-    assert "will not start here: vLLM (version)" in out
-    found.pop(0)
-    assert main(["doctor"]) == 0
-    assert "can start here" in capsys.readouterr().out
-
-
 def test_a_missing_library_counts_where_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,15 +82,6 @@ def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch
     assert plugin.status == doctor.MISSING and "VLLM_PLUGINS" in plugin.value
     monkeypatch.setenv("VLLM_PLUGINS", "other,vllm_pyramid")
     assert of_section(list(doctor.of_package()), "package")["plugin"].status == doctor.OK
-
-
-def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> str:
-        raise doctor.WrongVLLMError("vLLM is not installed: install one")
-
-    monkeypatch.setattr(doctor, "vllm_version", none)
-    (finding,) = doctor.of_vllm()
-    assert finding.status == doctor.MISSING and "install one" in finding.advice
 
 
 def test_companions_of_another_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,29 +112,3 @@ def test_a_check_that_breaks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding == doctor.Finding(
         "GPU", "check", "failed", doctor.MISSING, "RuntimeError: no driver"
     )
-
-
-@pytest.mark.parametrize(
-    ("platform", "device"), [("xpu", "which no policy supports"), (None, "none")]
-)
-def test_devices_without_policies(
-    platform: str | None, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_platform", lambda: platform)
-    (finding,) = doctor.of_use()
-    assert finding.status == doctor.MISSING and device in finding.value
-
-
-def test_instruction_sets_are_read_from_the_kernel(tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nmodel name\t: A B 7\nflags\t\t: fpu avx2 fma\n")
-    assert doctor._cpuinfo(path) == ("A B 7", {"fpu", "avx2", "fma"})
-    assert doctor._cpuinfo(tmp_path / "none") == ("", set())
-
-
-def test_the_issue_template_asks_for_it() -> None:
-    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
-    form = yaml.safe_load((folder / "bug_report.yml").read_text(encoding="utf-8"))
-    (field,) = [part for part in form["body"] if part["id"] == "doctor"]
-    assert "vllm-pyramid doctor" in field["attributes"]["label"]
-    assert field["validations"]["required"] is True

@@ -289,27 +289,6 @@ def test_a_started_process_chooses_for_itself(
     defaults.withdraw()
 
 
-@pytest.mark.parametrize(("users", "lines"), [(None, 1), ("1", 0)])
-def test_an_engine_in_this_process_says_that_its_pages_are_small(
-    defaults: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    random_model: Path,
-    users: str | None,
-    lines: int,
-) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    said: list[str] = []
-    monkeypatch.setattr(defaults.logger, "info", lambda line, *values: said.append(line % values))
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.delenv(defaults.HUGE_PAGES, raising=False)
-    if users is not None:
-        monkeypatch.setenv(defaults.HUGE_PAGES, users)
-    defaults.choose(EngineArgs(str(random_model)))
-    assert len([line for line in said if f"{defaults.HUGE_PAGES}=1" in line]) == lines
-    defaults.withdraw()
-
-
 @pytest.mark.parametrize(("users", "for_children"), [(None, "1"), ("0", "0")])
 def test_processes_of_an_engine_with_a_policy_ask_for_huge_pages(
     defaults: Any,

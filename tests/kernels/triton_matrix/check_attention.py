@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -205,23 +204,3 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
         triton_ops.paged_attention(out, batch, Softmax(0.125), num_splits=2)
         outs.append(out)
     assert torch.equal(outs[0], outs[1])
-
-
-def test_bad_arguments_name_the_numbers(make_paged, ints):
-    paged = make_paged([20], 2, 32, torch.float32)
-    query = torch.zeros(1, 3, 32, device=paged.key_cache.device)
-
-    def call(query, value_cache=paged.value_cache, **keywords):
-        batch = paged.attention(query, ints([0, 1]), ints([20]), ints([0]))
-        batch = replace(batch, value_cache=value_cache)
-        triton_ops.paged_attention(torch.empty_like(query), batch, Softmax(1.0), **keywords)
-
-    with pytest.raises(ValueError, match="multiple of 2 heads"):
-        call(query)
-    query = torch.zeros(1, 4, 32, device=paged.key_cache.device)
-    with pytest.raises(ValueError, match=r"torch\.bfloat16"):
-        call(query.bfloat16())
-    with pytest.raises(ValueError, match="power of two, got 3"):
-        call(query, num_splits=3)
-    with pytest.raises(ValueError, match="stride 1"):
-        call(query, value_cache=torch.empty(*paged.key_cache.shape[:2], 32, 16).mT)

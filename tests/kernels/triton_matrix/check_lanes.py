@@ -105,13 +105,3 @@ def test_slots_beyond_32_bits(ints, device):
     rows = StepRows(ints([2]), 1)
     triton_lanes.lane_slots(slots, groups_of(tables, 1, size=128), rows, ints([0, 1]), 0)
     assert slots.item() == (2**31 - 2) * 128 + 1
-
-
-def test_what_does_not_fit(ints, device):
-    tables = torch.zeros(1, 2, 8, dtype=torch.int32, device=device)
-    order = torch.zeros(4, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="starts has 4 places, 2 requests of 2 KV heads have 5"):
-        triton_lanes.lane_rows(ints([0] * 4), order, ints([0, 1, 2]), 2)
-    rows = StepRows(ints([5, 6]), 2)
-    with pytest.raises(ValueError, match="9 of 4 slots"):
-        triton_lanes.lane_slots(order[None], groups_of(tables, 2), rows, ints([0, 1, 2]), 9)

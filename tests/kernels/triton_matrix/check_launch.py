@@ -289,25 +289,6 @@ def test_choosing_pages_allocates_and_reads_back_nothing(launches):
         page_triton.choose_pages(*(rows, SOFTMAX, key, *inputs[3:]), kind="rows", key_cache=key)
 
 
-def test_lists_of_heads_are_checked(launches):
-    batch = small_batch([1, 1])
-    out = torch.empty_like(batch.query)
-    lists = torch.stack([batch.block_table] * 2, 1)
-    with pytest.raises(ValueError, match="sliding_window 5"):
-        triton_ops.paged_attention(
-            out, replace(batch, block_table=lists), Softmax(0.1, sliding_window=5)
-        )
-    own = replace(batch, block_table=lists, value_table=batch.block_table)
-    with pytest.raises(ValueError, match="V no table of its own"):
-        triton_ops.paged_attention(out, own, SOFTMAX)
-    for function in (triton_ops.topn_attention, triton_ops.add_key_mass):
-        first = out if function is triton_ops.topn_attention else torch.zeros(4, 2, 16)
-        more = (batch.seq_lens,) if function is triton_ops.topn_attention else ()
-        with pytest.raises(ValueError, match=r"block.table"):
-            function(first, replace(batch, block_table=lists), SOFTMAX, *more)
-    assert not launches
-
-
 @pytest.mark.parametrize(("contract", "module", "name"), contracts_of(shared_triton))
 def test_every_call_of_the_contract_is_accepted(contract, module, name):
     """Compare parameters: the engine calls every back end with the same arguments."""

@@ -201,21 +201,6 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
     torch.testing.assert_close(near.sum().item(), 20.0)
 
 
-def test_refuses(make_paged, ints, device):
-    paged = make_paged([70], 2, 64, torch.bfloat16)
-    query = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=device)
-    inputs = (paged.attention(query, ints([0, 1]), ints([70]), ints([0])), Softmax(0.125))
-    blocks, _, rows = paged.key_cache.shape[:3]
-    for shape, dtype, kind, message in [
-        ((blocks, 3, rows), torch.float32, "sum", "as the cache's blocks"),
-        ((blocks, 2, rows), torch.float64, "sum", "must be float32"),
-        ((blocks, 2, rows), torch.float32, "mean", "must be one of sum"),
-    ]:
-        mass = torch.zeros(shape, dtype=dtype, device=device)
-        with pytest.raises(ValueError, match=message):
-            triton_ops.add_key_mass(mass, *inputs, kind=kind)
-
-
 @pytest.mark.parametrize("sinks", [None, head_sinks(8)], ids=["plain", "sinks"])
 @pytest.mark.parametrize(
     ("gqa_reduce", "pooling"), list(zip(GQA_REDUCTIONS, POOLINGS, strict=True))

@@ -279,24 +279,3 @@ def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
             )
         )
     assert torch.equal(found[0], found[1]) and found[0][:, :, 1:25].min() > 0
-
-
-def test_refuses(make_paged, ints, device):
-    own = made(make_paged, ints, Case(kv_heads=1), [70], [0], device)
-    wrong = own.future[:, :1].contiguous()
-    for changed, message in (
-        (replace(own, future=None), "future must be float32"),
-        (replace(own, future=wrong), "future must be float32"),
-        (replace(own, future=own.future.transpose(1, 2).contiguous().mT), "future must be"),
-        (replace(own, case=replace(own.case, window=8)), "16 queries score: they must be 1 to 8"),
-        (replace(own, values=own.values.float()), "one dtype"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            changed.score(triton_ops.observed_expected_scores)
-    with pytest.raises(ValueError, match="66 channels cannot turn"):
-        triton_ops.future_queries(
-            *(own.batch.query, own.batch.query_ends, ints([69])),
-            Rotary(torch.zeros(4, 66, device=device)),
-            queries=2,
-            positions=2,
-        )

@@ -103,14 +103,3 @@ def test_a_row_does_not_depend_on_the_batch(make_paged, ints, device):
         )
         found = triton_ops.recent_mass(alone, softmax, distance_weight=1.2)
         assert torch.equal(found[0], together[r, :, : CONTEXTS[r]])
-
-
-def test_bad_arguments_raise(make_paged, ints, device):
-    paged = make_paged([40], 2, 32, torch.float32)
-    query = torch.randn(40, 4, 32, device=device)
-    ones = [ints([n]) for n in (40, 40, 0, 8, 20)]
-    batch = RecentBatch(query, paged.key_cache, paged.block_table, *ones)
-    with pytest.raises(ValueError, match="log_sum_exp must be float32"):
-        triton_ops.recent_mass(
-            batch, take_softmax({}, 0.1), distance_weight=1.2, log_sum_exp=torch.zeros(40, 3)
-        )

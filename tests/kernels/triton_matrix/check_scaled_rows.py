@@ -174,20 +174,3 @@ def test_other_kernels_refuse_them(make_paged, ints, stored):
     for call in calls if INTERPRETED else ():
         with pytest.raises(ValueError, match="one scale a layer"):
             call(cpu)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda scales: scales[..., :8], "scales must be float32"),
-        (lambda scales: scales.double(), "scales must be float32"),
-        (lambda scales: None, "must have one dtype"),
-    ],
-)
-def test_scales_that_do_not_fit(make_paged, ints, change, message):
-    rows = Rows(make_paged, ints, torch.int8, torch.float32, [40], [9])
-    own = windows(rows.batch, ints)
-    with pytest.raises(ValueError, match=message):
-        triton_ops.window_scores(
-            replace(own, key_scales=change(own.key_scales)), Softmax(0.125), Reduction()
-        )

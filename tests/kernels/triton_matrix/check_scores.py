@@ -130,30 +130,6 @@ def test_scores_of_blocks_beyond_32_bit_offsets(make_huge, ints, device):
         assert torch.equal(found[0], found[1]) and found[0][:, :, :25].min() > 0
 
 
-def test_window_scores_refuses(make_paged, ints):
-    paged = make_paged([20], 2, 64, torch.bfloat16)
-    for index, value, message in (
-        (5, "median", "median"),
-        (6, "min", "min"),
-        (7, 4, "odd"),
-        (4, 0, "positive"),
-    ):
-        case = list(SCORE_CASES[0])
-        query = torch.zeros(20, 8, 64, dtype=torch.bfloat16, device=paged.key_cache.device)
-        case[index] = value
-        with pytest.raises(ValueError, match=message):
-            triton_ops.window_scores(
-                WindowBatch(
-                    query, paged.key_cache, paged.block_table, ints([20]), ints([20]), case[4]
-                ),
-                Softmax(1.0),
-                Reduction(*case[5:8]),
-            )
-    batch = WindowBatch(query, paged.key_cache, paged.block_table, ints([20]), ints([8]), 8)
-    with pytest.raises(ValueError, match="8 tokens have none before a window of 8"):
-        triton_ops.window_scores(batch, Softmax(1.0), Reduction())
-
-
 def make_scores(kind, shape, device):
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(shape, generator=generator)

@@ -147,21 +147,3 @@ def test_a_step_without_requests_has_lengths_alone(device, held):
         assert (table == UNTOUCHED).all() if held else torch.equal(table.cpu(), stock)
     assert lens[:, :7].tolist() == [case.lens] * 2 and not skips[:, :7].any()
     assert (lens[:, 7:] == UNTOUCHED).all()
-
-
-def test_what_does_not_fit(device):
-    case = Case(device, *CASES["short"])
-    whole = case.groups, case.rows, case.skips, *case.out
-    for place, other, message in (
-        (1, case.rows._replace(slots=None), "slots of 5 requests are missing"),
-        (1, case.rows._replace(num_reqs=8), "8 of 7 rows"),
-        (2, case.skips[:, :1], "those of 2 tables"),
-        (4, case.out[1].T.contiguous().T, "must be alike"),
-        (1, case.rows._replace(seq_lens=torch.zeros(13, device=device).int()), "the step's 13"),
-    ):
-        arguments = [*whole]
-        arguments[place] = other
-        with pytest.raises(ValueError, match=message):
-            triton_tables.gather_tables(*arguments)
-    with pytest.raises(ValueError, match="rows of int32 side by side"):
-        TableGroups.of([case.skips], [case.skips], [16], [0], 1)

@@ -85,38 +85,6 @@ def test_conversations_find_what_was_said(tmp_path: Path) -> None:
         assert row["ttft_hit_ms"] > 0 and row["ttft_miss_ms"] > 0
 
 
-def test_conversations_resume_what_was_kept(tmp_path: Path) -> None:
-    """As above; the second turn begins with what the first has kept, its answer included."""
-    command = ["bench", "prefix", "--layers", str(LAYERS), "--policies", "snapkv", "--resume"]
-    command += ["--budget", "64", "--prompt-len", "200", "--shared-len", "160", "--turns", "2"]
-    command += ["--output-len", "24", "--num-prompts", "3", "--concurrency", "1", "--threads", "1"]
-    command += ["--repetitions", "1", "--out", str(tmp_path)]
-    assert main(command) == 0
-    (row,) = json.loads((tmp_path / "prefix.json").read_text())["rows"]
-    kept = (360 + 23) // 16 * 16
-    assert row["cached_share"] == pytest.approx(
-        sum([0, kept, 160, kept, 160, kept]) / (3 * (360 + 584))
-    )
-
-
-def test_agents_find_what_was_said_before_they_branched(tmp_path: Path) -> None:
-    """Two agents, of two branches each, in a pool for one and a half."""
-    command = ["bench", "agents", "--layers", str(LAYERS), "--policies", "full", "--threads", "1"]
-    command += ["--prompt-len", "64", "--shared-len", "128", "--turns", "4", "--output-len", "16"]
-    command += ["--num-prompts", "2", "--branches", "2", "--host-cache", "0.05"]
-    command += ["--repetitions", "1", "--out", str(tmp_path)]
-    assert main(command) == 0
-    (row,) = json.loads((tmp_path / "agents.json").read_text())["rows"]
-    # Turns 1 to 4 of each agent, and 3 and 4 once more: 192, 272, 352, 432 tokens.
-    tokens = 2 * (192 + 272 + 2 * (352 + 432))
-    computed = [192, 64]  # of the first turns: the second agent finds the system prompt
-    later = 2 * 5 * (64 + 1)  # new words, and the answer's last token, which was not computed
-    most = (tokens - sum(computed) - later) / tokens
-    assert row["prompt_len"] == 128 + 4 * 64 + 3 * 16 and row["turns"] == 4
-    assert most - 0.06 < row["cached_share"] <= most + 1e-9
-    assert row["ttft_p50_ms"] <= row["ttft_p95_ms"]
-
-
 def test_recorded_agents_find_what_was_said(tmp_path: Path) -> None:
     """The sample of the examples, one agent after the other, in a pool for all."""
     sample = Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl"

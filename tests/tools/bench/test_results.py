@@ -76,12 +76,6 @@ def test_plentiful_memory_is_steady_until_the_first_ends() -> None:
     assert made["decode_tokens_per_s"] == 4.0
 
 
-def test_a_job_without_steady_decoding_says_none() -> None:
-    made = engine_sample([step(1.0, 9, 1, False)], requests((1.0, 1.0, 1)), 0)
-    assert made["decode_tokens_per_s"] is None and made["decode_batch"] is None
-    assert made["decode_blocks"] is None and "tpot_p50_ms" not in made
-
-
 def sample(output: float, decode: float | None = None, **more: Any) -> dict[str, Any]:
     made = {"pool_prompts": 4.0, "output_tokens_per_s": output, "decode_tokens_per_s": decode}
     return made | more
@@ -131,14 +125,3 @@ def test_rows_are_written_and_shown(tmp_path: Path) -> None:
     assert shown["output_tokens_per_s"] == ["10", "20,000"]
     assert shown["prefill_share"] == ["0.5", "0.5"] and shown["resident_max"] == ["3", "3"]
     assert "decode_tokens_per_s" not in shown  # nothing measured
-
-
-def test_a_sweep_has_a_column_for_each_pool() -> None:
-    samples = [
-        (variant, sample(10.0, ttft_p50_ms=5.0) | {"pool_prompts": value})
-        for value in (4.0, 2.0)
-        for variant in (STOCK, SNAPKV)
-    ]
-    shown = {line.split()[0]: line.split()[1:] for line in table(rows_of(*samples)).splitlines()}
-    assert shown["pool_prompts"] == ["4.0", "4.0", "2.0", "2.0"]
-    assert shown["ttft_p50_ms"] == ["5"] * 4

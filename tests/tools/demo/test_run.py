@@ -46,18 +46,6 @@ def test_prompt_has_the_length_that_was_asked_for(random_model: Path, tokens: in
     assert prompt.endswith(" is")
 
 
-def test_a_prompt_without_room_is_refused(random_model: Path) -> None:
-    with pytest.raises(ValueError, match="3 tokens leave no room"):
-        run.build_prompt(random_model, 3)
-
-
-def test_bars_are_right_aligned_and_never_vanish() -> None:
-    assert run.bar(50, 100, width=10) == "[dim]·····[/dim][cyan]█████[/cyan]"
-    assert run.bar(100, 100, width=4) == "[dim][/dim][cyan]████[/cyan]"
-    assert run.bar(1, 100_000, width=4) == "[dim]···[/dim][cyan]█[/cyan]"
-    assert run.bar(0, 100, width=4) == "[dim]····[/dim][cyan][/cyan]"
-
-
 def test_show_prints_every_number() -> None:
     stream = io.StringIO()
     run.show(Console(file=stream, width=100), "pyramidkv", RESULT, "18%", "12345")
@@ -71,14 +59,6 @@ def test_show_prints_every_number() -> None:
     assert "3,280 over 4 layers (18.0% kept)" in shown
     assert "252 before, 48 after (204 given back)" in shown
     assert "123.4 tokens/s" in shown
-
-
-@pytest.mark.parametrize(("text", "verdict"), [(" 123. And", "right"), (" 1234.", "wrong")])
-def test_the_answer_is_judged(text: str, verdict: str) -> None:
-    stream = io.StringIO()
-    result = RESULT.model_copy(update={"text": text})
-    run.show(Console(file=stream, width=100), "full", result, None, "123")
-    assert f"answer ({verdict}" in stream.getvalue()
 
 
 def work() -> Work:
@@ -110,13 +90,6 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, result: Result)
     )
 
 
-def test_stages_and_the_answer_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    answer_with(monkeypatch, tmp_path, RESULT)
-    stages: list[str] = []
-    assert list(run.run_engine(work(), stages.append)) == [("pyramidkv", RESULT)]
-    assert stages == ["pyramidkv: 12%"]
-
-
 def test_requests_of_the_engines_policy_and_of_none_share_an_engine() -> None:
     full, own = run.work_of(model_path(), "a prompt", 4, ["full", "pyramidkv"], "12%").requests
     extra = {"kv_policy": "full"}
@@ -139,14 +112,6 @@ def test_an_engine_that_evicts_nothing_fails_the_demonstration(
     assert run.main(["--prompt-tokens", "300"]) == 1
     said = capsys.readouterr().out
     assert "'streaming-llm' evicted nothing at budget 12%" in said and "In short" not in said
-
-
-def test_a_failing_worker_shows_the_end_of_its_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    use_worker(monkeypatch, tmp_path, "sys.exit('the reason')")
-    with pytest.raises(ChildError, match=r"exit status 1(?s:.)*the reason"):
-        results_of(work())
 
 
 def test_an_interruption_ends_the_worker_and_its_children(

@@ -88,13 +88,6 @@ def test_figures(
     assert "62.5%" in shown and "0.5000" in shown and "25.0%" in shown
 
 
-def test_a_policy_without_a_budget_is_measured_once(asked: StandIn, prompts: str) -> None:
-    arguments = ("--kv-policy", "kcache", "--kv-policy-args", '{"top_n": 32}')
-    assert main(["eval", "--model", "a/model", "--prompts", prompts, *arguments]) == 0
-    assert [request["budget"] for request in asked.work[1]["requests"]] == [None, None]
-    assert asked.work[1]["kv_policy_args"] == {"top_n": 32}
-
-
 def test_an_answer_that_was_not_compared_is_an_error(
     prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,16 +118,10 @@ def test_a_failed_engine_is_an_error_in_one_line(
     ("arguments", "said"),
     [
         (["--answer-tokens", "1"], "at least two"),
-        (["--num-prompts", "0"], "--num-prompts must be at least 1"),
         (["--prompt-tokens", "20"], "leave no room for a text"),
-        (["--budgets", ""], "--budgets is empty"),
         (["--budgets", "3"], "too small for policy"),
-        (["--kv-policy", "snapvk"], "snapvk"),
-        (["--kv-policy-args", '{"top_m": 1}'], "unknown argument"),
         (["--engine-args", '{"kv_policy": "x"}'], "leave kv_policy out"),
         (["--json", "/"], "cannot write /: Is a directory"),
-        (["--model", "/nowhere"], "cannot read the tokenizer of '/nowhere'"),
-        (["--prompts", "/nowhere"], "cannot read the prompts /nowhere"),
     ],
 )
 def test_wrong_arguments(

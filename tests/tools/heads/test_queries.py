@@ -59,27 +59,3 @@ def test_the_command_writes_the_means_over_all_tokens(
     halves = queries.unflatten(-1, (2, -1))  # channel i and i + R / 2 are a pair
     lengths = torch.hypot(halves[..., 0, :], halves[..., 1, :]).mean(dim=1)
     torch.testing.assert_close(found.length, lengths, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--heads"], "--heads and --queries measure different things"),
-        (["--kv-policy", "xkv"], "--kv-policy does not go with --queries"),
-        (["-o", "centres.yaml"], "must end in .npz"),
-        (["--share", "0.5"], "--share without --heads would have no effect"),
-    ],
-)
-def test_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[str], message: str
-) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt_token_ids": [5]}) + "\n")
-    argv = ["calibrate", "--queries", "--model", str(MODEL), "--prompts", str(file)]
-    assert main([*argv, "-o", str(tmp_path / "centres.npz"), *more]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_prompt_longer_than_the_model_is_refused(model: QueryModel) -> None:
-    with pytest.raises(ValueError, match=r"positions: leave it out, or cut it"):
-        model.queries([5] * (model.model.longest + 1))

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from vllm_pyramid.tools.cli import main
-from vllm_pyramid.tools.top.frame import frame, sparks
-from vllm_pyramid.tools.top.samples import PARTS, POLICY, SIMPLE, Reading, metrics_url, parse
+from vllm_pyramid.tools.top.frame import frame
+from vllm_pyramid.tools.top.samples import PARTS, POLICY, SIMPLE, Reading, parse
 
 pytestmark = pytest.mark.cpu
 
@@ -125,20 +125,6 @@ def test_several_servers_and_one_that_is_down(
     assert "nonnumeric port" in capsys.readouterr().out
 
 
-def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "ftp://a"]) == 2
-    assert "'ftp://a' is no address" in capsys.readouterr().err
-    assert main(["top", "http://"]) == 2
-    assert main(["top", "a", "--interval", "0"]) == 2
-    assert "at least 0.1 seconds" in capsys.readouterr().err
-
-
-def test_addresses() -> None:
-    root = "http://a:8000/metrics"
-    for url in ("a:8000", "http://a:8000", "http://a:8000/", "http://a:8000/v1", root):
-        assert metrics_url(url) == root
-
-
 def test_a_server_without_a_policy() -> None:
     lines = [line for line in RECORDED.splitlines() if "vllm_pyramid" not in line]
     out = text_of([Reading("a", 0.0, parse("\n".join(lines) + "\n"))])
@@ -153,9 +139,3 @@ def test_several_engines_of_one_server_are_in_order() -> None:
     assert list(samples) == ["0", "2", "10"]
     assert all(engine.used_blocks == 13200 for engine in samples.values())
     assert "a #10" in text_of([Reading("a", 0.0, samples)])
-
-
-def test_columns() -> None:
-    assert sparks([4, 2, 0, 0.01]) == "█▅·▁"
-    assert sparks([0, 0]) == "··" and sparks([]) == ""
-    assert len(sparks([1.0] * 100)) == 34
