@@ -2,12 +2,14 @@
 """Give the extension points of vLLM's scheduler public names.
 
 Target: `Scheduler._reserve_prefill_lookahead`, `._get_local_prefix_cache_hit` (vLLM 0.33 has one
-argument more), `._free_request`, `.make_spec_decoding_stats` (called for every verified draft), and
+argument more), `._free_request`, `.make_spec_decoding_stats` (called for every verified draft),
+`.kv_holding_waiting` with `._holds_kv_blocks`, and
 `.grammar_compile_error_reqs`: a set of ids in vLLM 0.32, a dictionary of errors in 0.33;
 `EngineCoreOutput.stop_reason`, which in 0.32 carries the reason (`output_processor`). Why: to
 set the size of a chunk and decide whether a request starts at all; to find the prefix that a
-request's plan allows it to share; to report on a request; to end one request with an error, where
-an exception would end the engine. Remove when schedulers have hooks for these.
+request's plan allows it to share; to report on a request; to let a failed load wait where it keeps
+no other waiting; to end one request with an error, where an exception would end the engine. Remove
+when schedulers have hooks for these, and vLLM requeues failed loads.
 """
 
 from __future__ import annotations
@@ -27,6 +29,24 @@ class SchedulerPoints(Scheduler):
     """Mixed into vLLM's schedulers; ours override the methods with public names."""
 
     _reasons: dict[str, str] | None = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self.connector is not None:
+            self._requeue_failed_loads()
+        return super().schedule(*args, **kwargs)
+
+    def _requeue_failed_loads(self) -> None:
+        """Move requests whose load has failed to the front of the queue of new requests.
+
+        vLLM leaves them among those that hold blocks. Where the first of these finds no room, it
+        looks at no other, although the blocks of the others may be what is missing: a whole prompt
+        takes more of them than its state did.
+        """
+        holding = self.kv_holding_waiting
+        if failed := [request for request in holding if not self._holds_kv_blocks(request)]:
+            holding.remove_requests(failed)
+            for request in reversed(failed):
+                self.waiting.prepend_request(request)
 
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """Return the tokens of a request's next chunk.
