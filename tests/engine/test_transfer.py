@@ -496,6 +496,46 @@ def test_an_abort_while_it_prefills(start: Callable[..., Engine], folder: Path) 
     assert not list(folder.iterdir())
 
 
+def test_an_engine_that_evicts_under_pressure_receives_states(
+    start: Callable[..., Engine], folder: Path
+) -> None:
+    """What it receives is at its floor. Its own prompts are whole until it orders them to evict."""
+    with pytest.raises(ValueError, match=r"kv_role kv_both.*leave the flag out there"):
+        start("pyramidkv", kv_evict="pressure")  # it would send, too
+    prompts, own = random_prompts(LENGTHS, seed=21), random_prompts([390, 410, 280], seed=22)
+    sender = start("pyramidkv", kv_transfer_config=connector(folder, "kv_producer"))
+    expected = sender.generate(prompts, greedy(60))
+    tickets = send(sender, prompts)
+    engine = start(
+        "pyramidkv",
+        kv_evict="pressure",
+        kv_transfer_config=connector(folder, "kv_consumer"),
+        enable_prefix_caching=True,
+        kv_admission="prompt",
+        num_gpu_blocks_override=360,
+        max_model_len=640,
+    )
+    whole = engine.generate(own, greedy(1))
+    (lost,) = random_prompts([350], seed=23)
+    jobs = [Job(prompt, greedy(60)) for prompt in own]
+    jobs += [
+        Job(one, with_ticket(ticket, 60)) for one, ticket in zip(prompts, tickets, strict=True)
+    ]
+    jobs.append(Job(lost, with_ticket(tickets[0], 60)))  # another prompt's: computed here
+    found = engine.run(jobs)
+    handed = found[len(own) : -1]
+    for one, other, length in zip(handed, expected, LENGTHS, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.report["blocks_after"] == other.report["blocks_after"]
+        assert one.report["handed"] == {"tokens": length}
+        assert one.report["evicted_to"] == []
+    assert [one.token_ids[:1] for one in found[: len(own)]] == [one.token_ids for one in whole]
+    assert any(one.report["evicted_to"] for one in (*found[: len(own)], found[-1]))
+    assert not found[-1].report["handed"]["tokens"]
+    engine.scheduler.reset_prefix_cache()
+    engine.check_nothing_left()
+
+
 def test_preempted_behind_a_state(start: Callable[..., Engine]) -> None:
     """In a pool that runs out, requests compute their prompts again and say the same."""
     prompts = random_prompts([300, 280, 290, 310, 270], seed=14)
