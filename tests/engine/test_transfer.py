@@ -387,6 +387,26 @@ def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engin
     engine.check_nothing_left()
 
 
+def test_turns_that_leave_no_trace_come_from_any_engine(start: Callable[..., Engine]) -> None:
+    """With `kv_turn_mode: exact` a turn's state follows from its prompt alone."""
+    engine, exact = start("pyramidkv", enable_prefix_caching=True), {"kv_turn_mode": "exact"}
+    tokens, turns = random_prompts([200], seed=24)[0], []
+    for more in random_prompts([0, 90, 70], seed=25):
+        tokens = [*tokens, *more]
+        own = {"kv_turns": list(turns), **exact}
+        (expected,) = engine.generate([tokens], greedy(ANSWER, **own))
+        engine.scheduler.reset_prefix_cache()  # as another engine, which has not seen the turns
+        (ticket,) = send(engine, [tokens], greedy(1, kv_transfer_params=SEND, **own))
+        engine.scheduler.reset_prefix_cache()
+        (found,) = engine.run([Job(tokens, with_ticket(ticket, **own))])
+        assert found.token_ids == expected.token_ids
+        assert found.report["handed"] == {"tokens": len(tokens)}
+        turns.append(len(tokens))
+        tokens = [*tokens, *found.token_ids]
+    engine.scheduler.reset_prefix_cache()
+    engine.check_nothing_left()
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
