@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import AsyncIterator, Iterator
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import httpx
@@ -39,9 +39,7 @@ class Router:
 
     def __init__(self, prefill: list[str], decode: list[str], client: httpx.AsyncClient) -> None:
         self._prefill: Iterator[str] = cycle(prefill)
-        self._decode: Iterator[str] = cycle(decode)
-        self._num_decode = len(decode)
-        self._first, self._client = decode[0], client
+        self._decode, self._turns, self._client = decode, count(), client
 
     async def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
         """Answer a client's request."""
@@ -69,16 +67,16 @@ class Router:
 
     async def _decoded(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
         """Send a request to the next engine that decodes, or to one behind it if that one fails."""
-        answer = await self._send(next(self._decode) + path, body, headers)
-        for _ in range(self._num_decode - 1):
+        first = next(self._turns) % len(self._decode)
+        for url in (*self._decode[first:], *self._decode[:first]):
+            answer = await self._send(url + path, body, headers)
             if answer.status_code < 500:
                 break
-            answer = await self._send(next(self._decode) + path, body, headers)
         return answer
 
     async def models(self, headers: dict[str, str]) -> Response:
         """List the models, as a decoding engine does."""
-        found = await self._client.get(self._first + "/v1/models", headers=headers)
+        found = await self._client.get(self._decode[0] + "/v1/models", headers=headers)
         return Response(found.content, found.status_code, media_type="application/json")
 
     @staticmethod

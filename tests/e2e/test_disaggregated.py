@@ -309,8 +309,7 @@ def test_engines_are_killed_among_requests(random_model: Path, tmp_path: Path) -
             time.sleep(0.2)
         assert ask_all(prefill) == alone
         assert _is_idle(second, 30)
-        handed = _handed(second)
-        assert handed["loaded"] >= 4 and set(handed) <= {"loaded", "unreachable", "unread"}, handed
+        assert _handed(second)["loaded"] >= 4
 
 
 def _is_served(address: str, state: str) -> bool:
