@@ -8,6 +8,7 @@
 The prefilling engine gets the request with one token to generate; its response has a ticket, with
 which the request then goes to the decoding engine. That engine's answer begins with the first token
 and is streamed to the client as it comes. Where there is no ticket, it computes the prompt itself.
+An engine that fails or is gone is passed over; an answer that has begun ends with its engine.
 docs/disaggregated.md says how to start the engines.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import AsyncIterator, Iterator
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import httpx
@@ -38,22 +39,20 @@ class Router:
 
     def __init__(self, prefill: list[str], decode: list[str], client: httpx.AsyncClient) -> None:
         self._prefill: Iterator[str] = cycle(prefill)
-        self._decode: Iterator[str] = cycle(decode)
-        self._first, self._client = decode[0], client
+        self._decode, self._turns, self._client = decode, count(), client
 
     async def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
         """Answer a client's request."""
         body.pop("kv_transfer_params", None)  # a client has no ticket of its own
-        url = next(self._decode)
         if not self._is_split(body):
-            return await self._send(url + path, body, headers)
+            return await self._decoded(path, body, headers)
         prefiller = next(self._prefill)
         try:
             first = await self._client.post(
                 prefiller + path, json=self._first_token(body), headers=headers
             )
         except httpx.HTTPError:
-            return await self._send(url + path, body, headers)  # that engine is gone
+            return await self._decoded(path, body, headers)  # that engine is gone
         if 400 <= first.status_code < 500:
             return Response(first.content, first.status_code, media_type="application/json")
         answer = first.json() if first.status_code == 200 else {}
@@ -64,11 +63,20 @@ class Router:
         ticket = answer.get("kv_transfer_params") or {}
         if ticket.get("do_remote_prefill"):
             body["kv_transfer_params"] = ticket
-        return await self._send(url + path, body, headers)
+        return await self._decoded(path, body, headers)
+
+    async def _decoded(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
+        """Send a request to the next engine that decodes, or to one behind it if that one fails."""
+        first = next(self._turns) % len(self._decode)
+        for url in (*self._decode[first:], *self._decode[:first]):
+            answer = await self._send(url + path, body, headers)
+            if answer.status_code < 500:
+                break
+        return answer
 
     async def models(self, headers: dict[str, str]) -> Response:
         """List the models, as a decoding engine does."""
-        found = await self._client.get(self._first + "/v1/models", headers=headers)
+        found = await self._client.get(self._decode[0] + "/v1/models", headers=headers)
         return Response(found.content, found.status_code, media_type="application/json")
 
     @staticmethod
@@ -97,6 +105,9 @@ class Router:
         except httpx.HTTPError as error:
             return JSONResponse({"error": {"message": f"{url}: {error!r}"}}, 502)
         media = found.headers.get("content-type", "application/json")
+        if found.status_code >= 500:
+            content = await found.aread()
+            return Response(content, found.status_code, media_type=media)
 
         async def pieces() -> AsyncIterator[bytes]:
             try:

@@ -8,9 +8,11 @@ import contextlib
 import json
 import re
 import runpy
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +183,15 @@ def servers(
 
 @pytest.fixture(scope="module")
 def router(servers: tuple[Server, Server]) -> Iterator[str]:
+    with _routing(servers[0], servers[1]) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _routing(prefill: Server, *decode: Server) -> Iterator[str]:
+    """The router in a thread, while it is needed."""
     port = free_port()
-    app = ROUTER["make_app"]([servers[0].url], [servers[1].url])
+    app = ROUTER["make_app"]([prefill.url], [one.url for one in decode])
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -240,6 +249,92 @@ def test_two_servers_answer_as_one(servers: tuple[Server, Server], router: str) 
         assert text == expected
         assert last["kv_transfer_params"]["handed"]["tokens"] == own["prompt_tokens"]
     assert _handed(decoder)["loaded"] == 4
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_engines_are_killed_among_requests(random_model: Path, tmp_path: Path) -> None:
+    """First one of two that decode, then the one that prefills: all answers are one engine's.
+
+    Nothing stays with the engines that live on, and states that nobody fetches are dropped.
+    """
+    address, ttl_s = f"127.0.0.1:{free_port()}", 5.0
+    to_fetch = {"peers": [address], "wait_s": 2}
+    roles: list[tuple[str, dict[str, Any]]] = [
+        ("kv_producer", {"listen": address, "ttl_s": ttl_s}),
+        *[("kv_consumer", to_fetch)] * 2,
+    ]
+    with contextlib.ExitStack() as stack:
+        prefill, first, second = (
+            stack.enter_context(
+                serving(random_model, *_flags(role, **own), log=tmp_path / f"{number}.log")
+            )
+            for number, (role, own) in enumerate(roles)
+        )
+        url = stack.enter_context(_routing(prefill, first, second)) + "/v1/completions"
+        common = {
+            "model": httpx.get(f"{second.url}/v1/models").json()["data"][0]["id"],
+            "max_tokens": 40,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        bodies = [{**common, "prompt": f"{number} {PROMPT}"} for number in range(12)]
+
+        def ask(number: int, to: str = url) -> str | None:
+            answer = httpx.post(to, json=bodies[number % len(bodies)], timeout=120)
+            return answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
+
+        alone = [ask(number, second.url + "/v1/completions") for number in range(len(bodies))]
+        first_token = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        unused = [  # clients that go away with their tickets
+            httpx.post(f"{prefill.url}/v1/completions", json=body | first_token, timeout=60).json()
+            for body in bodies[:4]
+        ]
+        states = [one["kv_transfer_params"]["pyramid_state"] for one in unused]
+
+        def ask_all(to_kill: Server) -> list[str | None]:
+            """Ask for all, six at a time, and kill a server when four have been answered."""
+            with ThreadPoolExecutor(6) as pool:
+                answers = [pool.submit(ask, number) for number in range(len(bodies))]
+                [answer.result() for answer in answers[:4]]
+                to_kill.kill()
+                return [answer.result() for answer in answers]
+
+        # Requests whose engine dies before the answer has begun are sent to the other one.
+        assert ask_all(first) == alone
+        assert _is_idle(prefill, 30)
+        end = time.monotonic() + ttl_s + 10
+        while any(_is_served(address, state) for state in states):
+            assert time.monotonic() < end, "states that no engine fetched are still there"
+            time.sleep(0.2)
+        assert ask_all(prefill) == alone
+        assert _is_idle(second, 30)
+        assert _handed(second)["loaded"] >= 4
+
+
+def _is_served(address: str, state: str) -> bool:
+    """Whether an engine still has the head or the part of a state."""
+    host, port = address.split(":")
+    found = False
+    for offset, name in enumerate((f"{state}.head", f"{state}.0")):
+        with socket.create_connection((host, int(port) + offset), 5) as connection:
+            connection.sendall(f"GET {name}\n".encode())
+            found |= connection.recv(8) != b"\xff" * 8
+    return found
+
+
+def _is_idle(server: Server, seconds: float) -> bool:
+    """Whether a server comes to hold no block and no request."""
+    names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        text = server.metrics_text()
+        held = [re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.MULTILINE) for name in names]
+        assert all(held), "these metrics are there"
+        if not any(float(value) for values in held for value in values):
+            return True
+        time.sleep(0.2)
+    return False
 
 
 @pytest.mark.engine

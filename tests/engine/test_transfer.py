@@ -387,6 +387,26 @@ def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engin
     engine.check_nothing_left()
 
 
+def test_turns_that_leave_no_trace_come_from_any_engine(start: Callable[..., Engine]) -> None:
+    """With `kv_turn_mode: exact` a turn's state follows from its prompt alone."""
+    engine, exact = start("pyramidkv", enable_prefix_caching=True), {"kv_turn_mode": "exact"}
+    tokens, turns = random_prompts([200], seed=24)[0], []
+    for more in random_prompts([0, 90, 70], seed=25):
+        tokens = [*tokens, *more]
+        own = {"kv_turns": list(turns), **exact}
+        (expected,) = engine.generate([tokens], greedy(ANSWER, **own))
+        engine.scheduler.reset_prefix_cache()  # as another engine, which has not seen the turns
+        (ticket,) = send(engine, [tokens], greedy(1, kv_transfer_params=SEND, **own))
+        engine.scheduler.reset_prefix_cache()
+        (found,) = engine.run([Job(tokens, with_ticket(ticket, **own))])
+        assert found.token_ids == expected.token_ids
+        assert found.report["handed"] == {"tokens": len(tokens)}
+        turns.append(len(tokens))
+        tokens = [*tokens, *found.token_ids]
+    engine.scheduler.reset_prefix_cache()
+    engine.check_nothing_left()
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
@@ -494,6 +514,46 @@ def test_an_abort_while_it_prefills(start: Callable[..., Engine], folder: Path) 
     drain(engine)
     engine.check_nothing_left()
     assert not list(folder.iterdir())
+
+
+def test_an_engine_that_evicts_under_pressure_receives_states(
+    start: Callable[..., Engine], folder: Path
+) -> None:
+    """What it receives is at its floor. Its own prompts are whole until it orders them to evict."""
+    with pytest.raises(ValueError, match=r"kv_role kv_both.*leave the flag out there"):
+        start("pyramidkv", kv_evict="pressure")  # it would send, too
+    prompts, own = random_prompts(LENGTHS, seed=21), random_prompts([390, 410, 280], seed=22)
+    sender = start("pyramidkv", kv_transfer_config=connector(folder, "kv_producer"))
+    expected = sender.generate(prompts, greedy(60))
+    tickets = send(sender, prompts)
+    engine = start(
+        "pyramidkv",
+        kv_evict="pressure",
+        kv_transfer_config=connector(folder, "kv_consumer"),
+        enable_prefix_caching=True,
+        kv_admission="prompt",
+        num_gpu_blocks_override=360,
+        max_model_len=640,
+    )
+    whole = engine.generate(own, greedy(1))
+    (lost,) = random_prompts([350], seed=23)
+    jobs = [Job(prompt, greedy(60)) for prompt in own]
+    jobs += [
+        Job(one, with_ticket(ticket, 60)) for one, ticket in zip(prompts, tickets, strict=True)
+    ]
+    jobs.append(Job(lost, with_ticket(tickets[0], 60)))  # another prompt's: computed here
+    found = engine.run(jobs)
+    handed = found[len(own) : -1]
+    for one, other, length in zip(handed, expected, LENGTHS, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.report["blocks_after"] == other.report["blocks_after"]
+        assert one.report["handed"] == {"tokens": length}
+        assert one.report["evicted_to"] == []
+    assert [one.token_ids[:1] for one in found[: len(own)]] == [one.token_ids for one in whole]
+    assert any(one.report["evicted_to"] for one in (*found[: len(own)], found[-1]))
+    assert not found[-1].report["handed"]["tokens"]
+    engine.scheduler.reset_prefix_cache()
+    engine.check_nothing_left()
 
 
 def test_preempted_behind_a_state(start: Callable[..., Engine]) -> None:

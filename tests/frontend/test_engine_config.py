@@ -152,10 +152,13 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
             for name in ("eagle", "eagle3", "mtp")
         ),
         ("pyramidkv", "cpu", {"kv_transfer_config": object()}, "--kv-transfer-config"),
-        ("pyramidkv", "cpu", {"kv_transfer_config": handover("MultiConnector")},
-         r"\(MultiConnector\): another.*use PyramidConnector"),
+        *(
+            ("pyramidkv", "cpu", {"kv_transfer_config": handover(name)},
+             rf"\({name}\): .*every layer has a table.*use PyramidConnector.*--kv-host-cache")
+            for name in ("MultiConnector", "OffloadingConnector", "LMCacheConnectorV1")
+        ),
         ("pyramidkv", "cpu", {"kv_transfer_config": handover(module="somebody.elses")},
-         "another KV connector"),
+         "other connectors"),
         ("pyramidkv", "cpu", {**HANDOVER, **STAGES}, "pipeline-parallel-size: blocks of several"),
         ("pyramidkv", "cpu", {**HANDOVER, **REPLICAS}, "start a server for each replica"),
         ("pyramidkv", "cpu", {**HANDOVER, "speculative_config": drafts("ngram")}, "not tried with"),

@@ -149,6 +149,18 @@ def test_whatever_fails_is_reported(error: Exception) -> None:
     assert torch.equal(pages, before)
 
 
+def test_a_part_that_finds_no_room_is_not_waited_for(tmp_path: Path) -> None:
+    transport = FolderTransport(str(tmp_path / "states"), 60.0, PAGE)
+    sender, _ = worker(transport, 0)
+    sender.start(TransferOrders(sent=[BlockOrder("p", STATE, [4, 5])]))
+    results(sender)
+    fetcher = WorkerTransfers(transport, 0, wait_s=60.0)
+    fetcher.bind(torch.zeros(BLOCKS, PAGE, dtype=torch.uint8))
+    fetcher.start(TransferOrders(fetched=[BlockOrder("d", STATE, [1, 2])]))
+    assert results(fetcher).failed_recving == {"d"}
+    transport.close()
+
+
 def test_what_never_comes_is_given_up(folder: FolderTransport) -> None:
     found, _ = worker(folder, 0, rank=1)
     begun = time.monotonic()

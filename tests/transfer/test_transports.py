@@ -330,6 +330,19 @@ def nixl_pair(agents: type[Agent]) -> Iterator[tuple[Transport, Transport, str]]
     fetcher.close()
 
 
+def test_an_empty_part_takes_no_memory(nixl_pair: Any) -> None:
+    sender, fetcher, name = nixl_pair
+    empty = f"{STATE[:-1]}a.0"
+    sender.put(PART, PIECES)
+    sender.put(empty, [])
+    assert bytes(fetcher.get(PART, name, 1 << 20)) == CONTENT
+    with pytest.raises(DamagedFileError):
+        fetcher.get(empty, name, 1 << 20)
+    fetcher.drop(empty, name)
+    until(lambda: fetcher.get(empty, name, 1 << 20) is None)
+    assert list(sender._memory._ends) == [0]
+
+
 def test_ranges_of_memory_are_used_again(nixl_pair: Any) -> None:
     """What is dropped in the middle makes room for another part, and nothing else moves."""
     sender, fetcher, name = nixl_pair

@@ -66,10 +66,10 @@ cache_specs
 scheduler_points
     Target: Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
     ._reserve_prefill_lookahead, ._get_local_prefix_cache_hit, ._free_request,
-    .make_spec_decoding_stats.
+    .make_spec_decoding_stats, .kv_holding_waiting, ._holds_kv_blocks.
     Why: end one request with an error; set the size of a chunk and admit requests; find shared
-    prefixes; report on a request; count accepted drafts. Remove when schedulers have hooks for
-    these.
+    prefixes; report on a request; count accepted drafts; requeue failed loads. Remove when
+    schedulers have hooks for these, and vLLM requeues failed loads.
 side_channel
     Target: an attribute of ModelRunnerOutput, attributes of SchedulerOutput, a key of
     SchedulerStats.kv_connector_stats.

@@ -19,6 +19,24 @@ class SchedulerPoints(Scheduler):
 
     _reasons: dict[str, str] | None = None
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self.connector is not None:
+            self._requeue_failed_loads()
+        return super().schedule(*args, **kwargs)
+
+    def _requeue_failed_loads(self) -> None:
+        """Move requests whose load has failed to the front of the queue of new requests.
+
+        vLLM leaves them among those that hold blocks. Where the first of these finds no room, it
+        looks at no other, although the blocks of the others may be what is missing: a whole prompt
+        takes more of them than its state did.
+        """
+        holding = self.kv_holding_waiting
+        if failed := [request for request in holding if not self._holds_kv_blocks(request)]:
+            holding.remove_requests(failed)
+            for request in reversed(failed):
+                self.waiting.prepend_request(request)
+
     def next_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """Return the tokens of a request's next chunk, where vLLM would schedule `tokens`."""
         return self.stock_chunk(request, computed, tokens)

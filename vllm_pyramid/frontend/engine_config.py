@@ -138,7 +138,13 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
         part.check_config(policy, config)
     if Feature.HANDOVER in used:
         assert config.kv_transfer_config is not None
-        TransferSettings.of(config.kv_transfer_config)  # refuses wrong ones
+        transfer = TransferSettings.of(config.kv_transfer_config)  # refuses wrong ones
+        if transfer.sends and policy.schedule.waits_for_orders:
+            raise ValueError(
+                "--kv-evict pressure does not work in an engine that sends states (kv_role "
+                f"{config.kv_transfer_config.kv_role}): its prompts are whole when they would be "
+                "sent; leave the flag out there, or set kv_role to kv_consumer"
+            )
         # A request whose state cannot be read computes its prompt.
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
     served = replace(served, policy=_on_ranks(policy, config))

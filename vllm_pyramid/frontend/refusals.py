@@ -19,8 +19,10 @@ _PREFIXES = "it stores what prefix caching finds"
 
 _REFUSED: Unsupported = {
     Feature.KV_CONNECTOR: (
-        "another KV connector would move blocks that hold other tokens than their positions say",
-        "use PyramidConnector",
+        "other connectors name blocks by their places in one table of all layers, and here every "
+        "layer has a table, of which an eviction gives the front back",
+        "use PyramidConnector between engines, and --kv-host-cache for whole prompts outside the "
+        "device",
     ),
     (Feature.HANDOVER, Feature.PIPELINE): "blocks of several pipeline stages are not handed over",
     (Feature.HANDOVER, Feature.DATA_PARALLEL): (
@@ -36,7 +38,11 @@ _REFUSED: Unsupported = {
     ),
     (Feature.HANDOVER, Feature.TRACE): "a trace would lack the evictions of another engine",
     (Feature.HANDOVER, Feature.SHADOW): "they were not tried together",
-    Feature.KV_OFFLOADING: "offloaded blocks would hold other tokens than their positions say",
+    Feature.KV_OFFLOADING: (
+        "its connector names blocks by their places in one table of all layers, and here every "
+        "layer has a table, of which an eviction gives the front back",
+        "use --kv-host-cache",
+    ),
     (Feature.PIPELINE, Feature.ASYNC_SCHEDULING): (
         "they were not tried together",
         "leave --async-scheduling out",

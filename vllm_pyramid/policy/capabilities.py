@@ -202,7 +202,7 @@ def unsupported_by(part: Component) -> Declared:
     # Both begin with blocks that another request has evicted from. A scorer has no more to do then,
     # unless it gathers something from all tokens.
     needed = Feature.PREFIX_CACHING if part.section == "scorer" else Feature.KV_TURNS
-    if (why := found.get(needed)) is not None:
+    if (why := found.get(needed)) is not None and not part.begins_evicted:
         found.setdefault(Feature.HANDOVER, why if isinstance(why, str) else why[0])
     return found
 

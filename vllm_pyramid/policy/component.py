@@ -148,6 +148,13 @@ class Component(BaseModel):
         return self.model_dump(mode="json") if is_own else None
 
     @property
+    def begins_evicted(self) -> bool:
+        """Return whether requests may begin with what another engine has evicted, although no
+        turn resumes here (`Feature.KV_TURNS`).
+        """
+        return False
+
+    @property
     def works_with_orders(self) -> bool:
         """Return whether evictions may come later than they are scored (`PressureSchedule`).
 

@@ -216,6 +216,10 @@ class PressureSchedule(Schedule):
         return self.answers > 0
 
     @property
+    def begins_evicted(self) -> bool:
+        return not self.answers
+
+    @property
     def budgets_above(self) -> tuple[Budget, ...]:
         return tuple(Budget.parse(one) for one in self.levels)
 

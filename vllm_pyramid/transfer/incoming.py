@@ -21,6 +21,7 @@ from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.new_blocks import begin_tables
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.plan import RetentionPlan
+from vllm_pyramid.policy.schedules import PromptEndSchedule
 from vllm_pyramid.step.limited_log import LimitedLog
 from vllm_pyramid.transfer import reasons
 from vllm_pyramid.transfer.orders import BlockOrder
@@ -126,7 +127,11 @@ class IncomingStates(CacheStore[IncomingHit]):
             self._drop(ticket)
         else:
             assert isinstance(plan, RetentionPlan) and request.prompt_token_ids is not None
-            key = request_key(served, plan, request.prompt_token_ids)
+            if served.policy.schedule.waits_for_orders:
+                # The other engine has evicted the prompt at its end.
+                policy = served.policy.model_copy(update={"schedule": PromptEndSchedule()})
+                served = served._replace(policy=policy)
+            key = request_key(served, plan.estimate(), request.prompt_token_ids)
             state = incoming.state = StateId(ticket.state, self._namespace, key)
             get = self._transport.get
             incoming.head = self._threads.submit(get, state.head_name, ticket.peer, LARGEST_HEAD)
@@ -173,7 +178,7 @@ class IncomingStates(CacheStore[IncomingHit]):
         if why:
             self._give_up(request.request_id, incoming, why, detail)
             return
-        incoming.hit = IncomingHit(head.tokens, record.plan, head.first_token)
+        incoming.hit = IncomingHit(head.tokens, record.plan.estimate(), head.first_token)
 
     def answer(self, hit: IncomingHit) -> Sequence[int]:
         return (hit.first_token,)
@@ -208,6 +213,8 @@ class IncomingStates(CacheStore[IncomingHit]):
             counts.tolist(),
         )
         record.begin_evicted(hit.plan, hit.tokens, rows)
+        if hit.plan is not record.plan:  # it is evicted no further under pressure
+            coordinator.plans.order(request_id, hit.plan)
         coordinator.counters.held_blocks += counts
         coordinator.counters.skipped_tokens += hit.plan.skip_after(hit.plan.end_number)
         incoming.has_begun = True

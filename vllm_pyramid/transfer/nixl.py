@@ -130,11 +130,12 @@ class NixlTransport(TcpTransport):
         super().__init__(settings, place)
 
     def put(self, name: str, pieces: Sequence[memoryview]) -> None:
-        if is_head(name):
+        num_bytes = sum(piece.nbytes for piece in pieces)
+        if is_head(name) or not num_bytes:
             super().put(name, pieces)
             return
         assert self._memory is not None, "it sends nothing"
-        memory, num_bytes = self._memory, sum(piece.nbytes for piece in pieces)
+        memory = self._memory
         start = at = memory.take(num_bytes)
         for piece in pieces:
             memory.data[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)

@@ -26,7 +26,7 @@ WORDS = {
     "seed": "its tokens follow a seed, of which the first was drawn elsewhere",
     "thinking": "it has a budget of tokens for thinking",
     "inputs": "it has images or embeddings",
-    "turns": "it is a turn of a conversation",
+    "turns": "it is a turn of a conversation that resumes (kv_turn_mode is not exact)",
     "uncached": "it asks for nothing from a cache",
     "short": "its answer has one token",
 }
@@ -58,7 +58,7 @@ def why_itself(request: Request, served: ServedRequest, max_model_len: int) -> s
         return "seed"
     if params.thinking_token_budget is not None:
         return "thinking"
-    if served.turns is not None:
+    if served.resumed_turns is not None:
         return "turns"
     if request.skip_reading_prefix_cache:
         return "uncached"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import Lock
 from typing import Any
 
@@ -70,15 +70,17 @@ class WorkerTransfers:
         self._threads.shutdown(cancel_futures=True)
 
     def _send(self, order: BlockOrder, after: Any) -> None:
+        state, name = order.state, order.state.part_name(self._rank)
         try:
             with self._beside(after):
                 pages, ids = self._chosen(order.blocks)
                 content = pages.index_select(0, ids).cpu().numpy()
-            state = order.state
             pieces = pack_part(state, self._rank, len(order.blocks), content)
-            self._transport.put(state.part_name(self._rank), pieces)
-        except Exception as error:  # its blocks are free either way; who waits for it gives up
+            self._transport.put(name, pieces)
+        except Exception as error:  # its blocks are free either way
             self._log("send", "the state of request %s is not sent: %r", order.request_id, error)
+            with suppress(Exception):  # an empty part is damaged: no engine waits for it
+                self._transport.put(name, [])
         with self._lock:
             self._done.finished_sending.add(order.request_id)
 

@@ -85,11 +85,21 @@ class EvictionTracker:
         self._row_inner = np.zeros(max_num_reqs, np.int64)
         self._row_evicting = np.zeros(max_num_reqs, bool)
 
-    def add(self, request_id: str, prompt_len: int, extra_args: dict[str, Any] | None) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_len: int,
+        extra_args: dict[str, Any] | None,
+        computed: int = 0,
+    ) -> None:
         """Make the plan of a request that has arrived, or that was preempted and comes again.
 
         The scheduler has made the same plan. If a method of the policy raises here all the same,
         the request keeps everything until the scheduler ends it.
+
+        Args:
+            computed: tokens that it begins with. With the whole prompt it comes from another
+                engine, which has evicted it: it then gets no levels here.
         """
         self.remove(request_id)
         try:
@@ -102,7 +112,8 @@ class EvictionTracker:
             served = for_request(self.policy, KEEP_EVERYTHING)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
         keep = served.keep if not served.policy.schedule.keeps_prompts else ()  # they stay with it
-        self._requests[request_id] = WorkerRequest(request_id, served.policy, plan, plan, keep)
+        now = plan.estimate() if plan.waits_for_orders and computed >= prompt_len else plan
+        self._requests[request_id] = WorkerRequest(request_id, served.policy, now, plan, keep)
         self._num_open += plan.is_deferred or plan.waits_for_orders
 
     def order(self, request_id: str, orders: Sequence[Order]) -> RetentionPlan | None:

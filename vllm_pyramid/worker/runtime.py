@@ -239,7 +239,8 @@ class WorkerRuntime:
         for request in requests:
             params = request.sampling_params
             extra_args = params.extra_args if params is not None else None
-            self.tracker.add(request.req_id, request.prompt_len, extra_args)
+            computed = request.num_computed_tokens
+            self.tracker.add(request.req_id, request.prompt_len, extra_args, computed)
 
     def needs_eager_step(self, request_ids: Sequence[str], computed: IntArray) -> bool:
         """Return whether the step that is about to begin must run without CUDA graphs."""
