@@ -2,14 +2,12 @@
 """The plans of the requests that a worker knows, and what follows from them in each step.
 
 The scheduler never tells the worker which blocks it has freed: the skip of a layer follows from the
-request's plan and the tokens computed before the step. So a preemption resets the skips by itself.
-A request evicts at the end of its prompt and, where its plan says so, at points inside the prompt
-and at a fixed interval after it; a step never computes tokens on both sides of such a point.
+request's plan and the tokens computed before the step, so a preemption resets it. No step computes
+tokens on both sides of an eviction.
 
 A plan is a function of the prompt length, which scheduler and workers compute without a message, or
-it is open until the step that ends the prompt decides its lengths. From the next step on
-the worker uses its own result, whether or not the scheduler has received it. After a preemption the
-plan is open again.
+it is open until the step that ends the prompt decides its lengths. The worker uses its own result
+from the next step on. After a preemption the plan is open again.
 
 Shape legend: L layers, R requests of the step.
 """
@@ -73,9 +71,8 @@ class EvictionTracker:
         self._requests: dict[str, WorkerRequest] = {}
         self._num_open = 0  # requests whose plan changes: an open one, or one that awaits orders
         self._ordered: dict[str, Eviction] = {}  # not reported yet
-        # The plan and skips of the request in each row of the batch, updated only where the row has
-        # another request or its request has evicted: a decode step over hundreds of requests then
-        # costs a few array operations, and one comparison for each request.
+        # Of each row of the batch, updated only where the row has another request or its request
+        # has evicted: a decode step over hundreds of requests costs a few array operations.
         self._row_plan: list[Plan | None] = [None] * max_num_reqs
         self._row_skips = np.zeros((max_num_reqs, num_layers), np.int32)
         # Of the eviction that `_row_skips` hold after; -1: the row's plan has changed.
@@ -95,11 +92,8 @@ class EvictionTracker:
         """Make the plan of a request that has arrived, or that was preempted and comes again.
 
         The scheduler has made the same plan. If a method of the policy raises here all the same,
-        the request keeps everything until the scheduler ends it.
-
-        Args:
-            computed: tokens that it begins with. With the whole prompt it comes from another
-                engine, which has evicted it: it then gets no levels here.
+        the request keeps everything until the scheduler ends it. A request that begins with its
+        whole prompt `computed` comes from another engine, which has evicted it: it gets no levels.
         """
         self.remove(request_id)
         try:
@@ -180,8 +174,8 @@ class EvictionTracker:
 
         Args:
             request_ids: R names, in batch order; each was given to `add`.
-            prompt_lens: `[R]` tokens of the prompts (without generated tokens).
-            computed: `[R]` tokens computed before the step. scheduled: `[R]` tokens of the step.
+            prompt_lens, scheduled: `[R]` tokens of the prompts, and of the step.
+            computed: `[R]` tokens computed before the step.
         """
         requests = [self._requests[request_id] for request_id in request_ids]
         num_reqs = len(requests)
@@ -238,8 +232,7 @@ class EvictionTracker:
     ) -> npt.NDArray[np.int64]:
         """Return the number of evictions by `computed` tokens of all rows, `[R]`.
 
-        It is `RetentionPlan.evictions_by`, with a Python loop only over unfinished prompts that
-        have evictions inside.
+        It is `RetentionPlan.evictions_by`, looped over prompts with evictions inside alone.
         """
         intervals, inner = self._row_interval[: len(computed)], self._row_inner[: len(computed)]
         past_prompt = computed.astype(np.int64) - prompt_lens
@@ -260,8 +253,7 @@ class EvictionTracker:
     ) -> StepEvictions:
         """Return the evictions of the rows `ending`, whose numbers are among `numbers`, `[R]`."""
         records = [requests[row] for row in ending.tolist()]
-        eviction_numbers = numbers[ending].tolist()
-        after = computed + scheduled
+        eviction_numbers, after = numbers[ending].tolist(), computed + scheduled
         for row, record in zip(ending.tolist(), records, strict=True):
             plan = record.plan
             if plan.evicts and after[row] != (point := plan.next_eviction(computed[row])):
@@ -324,10 +316,7 @@ class EvictionTracker:
                     )
 
     def end_step(self) -> tuple[dict[str, Eviction], dict[str, Any]]:
-        """Return the reports to the scheduler: evictions by request, and those of the methods.
-
-        Called once a step; plans that it has decided hold from now on.
-        """
+        """Return the step's reports: evictions by request, and the methods'; its plans hold now."""
         step = self.step
         reports: dict[str, Any] = {}
         for hooks in self.hooks.end_step:
