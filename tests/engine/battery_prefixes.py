@@ -167,7 +167,7 @@ def what_does_not_go_on_is_a_miss(bench: Bench) -> None:
     watch = Rows(bench.engine) if bench.watches else None
 
     def cached(tokens: list[int], **own: Any) -> int:
-        params = greedy(2, kv_turn_mode="resume", **own)
+        params = greedy(2, **(own and {**own, "kv_turn_mode": "resume"}))
         return bench.engine.run([Job(tokens, params, salt=salt)], watch)[0].cached
 
     of_first, of_second = ((end + ANSWER - 1) // BLOCK * BLOCK for end in turns)

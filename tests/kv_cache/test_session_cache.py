@@ -392,7 +392,7 @@ def test_a_state_is_found_as_far_as_its_windows_are_there(
     """Without the last row of a window, up to it; without those behind its base not at all."""
     pair = _pair(beside=(WINDOW,))
     said = _say(pair, "first", prompt(70), 21, [])
-    pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70])
+    pair.add("second", [*said, *prompt(40, 500)], 4, kv_turns=[70], kv_turn_mode="resume")
     pool, hashes = pair.pool, pair.scheduler.requests["second"].block_hashes[22 - gone : 22]
     windows = [row for row in pool.idle if row.hash and row.hash[32:35] == b"/0@"]
     windows = [row for row in windows if row.hash and row.hash[:32] in hashes]

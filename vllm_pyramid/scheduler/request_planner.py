@@ -18,7 +18,7 @@ from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
-from vllm_pyramid.policy.fit import Pool, check_fit
+from vllm_pyramid.policy.fit import Pool, check_fit, tokens_that_fit
 from vllm_pyramid.policy.kept_spans import check_spans
 from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
@@ -112,12 +112,15 @@ class RequestPlanner:
         """Return the terms of a planned request with fewer of its turns.
 
         Returns:
-            None if it would keep more than the operator allows.
+            None if it would keep more than the operator allows, or hold more than the pool has.
         """
         served = served._replace(turns=turns)
+        length, most = request.num_prompt_tokens, request.max_tokens
         try:
             self._check_kept(request, served)
         except ValueError:
+            return None
+        if tokens_that_fit(served, length, self._pool, most) < most:
             return None
         return self._terms(request, served, asks_hooks=False)
 
