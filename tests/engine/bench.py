@@ -117,7 +117,7 @@ class Bench:
         Args:
             kept: whether the same evictions were computed. again: whether tokens were, twice.
         """
-        assert_same_tokens(found, expected)
+        assert_same_tokens(found, expected, self.case.near)
         own = OF_CHUNKS | OF_COMPUTING if again else OF_CHUNKS
         ours, theirs = (
             [{key: one.report[key] for key in one.report.keys() - own} for one in run]
