@@ -63,7 +63,7 @@ def test_a_few_requests(model: Path, tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", CASES)
 def test_many_requests(model: Path, tmp_path: Path, seed: int, policy: str) -> None:
-    """The tokens are those of one engine, and nothing is left on either side."""
+    """Both engines answer as one engine does, and nothing is left on either side."""
     seen = _run(policy, model, tmp_path / "states", seed, 60, CASES[policy][2]).seen
     assert seen["loaded"] > 10, seen
     assert seen["preempted"] or not CASES[policy][0], "the pool never ran out"

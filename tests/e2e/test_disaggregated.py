@@ -256,7 +256,7 @@ def test_two_servers_answer_as_one(servers: tuple[Server, Server], router: str) 
 def test_engines_are_killed_among_requests(random_model: Path, tmp_path: Path) -> None:
     """First one of two that decode, then the one that prefills: all answers are one engine's.
 
-    Nothing stays with the engines that live on, and states that nobody fetches are dropped.
+    Nothing stays with the engines that live on, and states that no engine fetches are dropped.
     """
     address, ttl_s = f"127.0.0.1:{free_port()}", 5.0
     to_fetch = {"peers": [address], "wait_s": 2}
