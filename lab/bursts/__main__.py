@@ -6,7 +6,7 @@
                                          a full pool: RATES times that, CAPACITY requests each
     the pool                             CAPACITY requests with prompt and answer, whole
 
-Arrival times are made: those of a burst are the same, others are a Poisson process of `--seed`.
+All requests of a burst come at once; others arrive as a Poisson process of `--seed`.
 Prompts are slices of this repository's pages. Each variant runs at each load in its own process,
 one after another. `stock` is vLLM without the plugin, `full` the plugin without eviction; `always`
 and `pressure` evict to the same budget.
