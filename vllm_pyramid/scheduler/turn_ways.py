@@ -67,6 +67,7 @@ class TurnWays:
         self._coordinator, self._planner = coordinator, planner
         self._least_before = least_before
         self._ways: dict[str, list[RequestTerms]] = {}
+        self._arrived: dict[str, RequestTerms] = {}  # with a choice, whose ways are not planned yet
         self.resuming: dict[str, Resuming] = {}
         # The ends of exact turns, by the tokens up to there, the latest last.
         self._starts: OrderedDict[bytes, None] = OrderedDict()
@@ -84,6 +85,19 @@ class TurnWays:
             return
         if params is None or ALLOCATOR_KEY in (params.extra_args or ()):
             return
+        self._arrived[request.request_id] = terms
+
+    def _plan(self, request: Request) -> None:
+        """Plan the ways of a request, once its first tokens are found: before, none finds more."""
+        terms = self._arrived[request.request_id]
+        cache, tier = self._coordinator.prefixes.cache, self._coordinator.block_pool.tier
+        is_found = cache.find(request, cache.tokens, 1, terms.cache_key)
+        first = cache.hashes(request, terms.cache_key)[:1]
+        if not (self._starts or is_found or tier.longest_prefix(first)):
+            return
+        del self._arrived[request.request_id]
+        served = terms.served
+        assert served is not None and served.turns is not None
         start = self._last_start(request, served.turns)
         chains = dict.fromkeys((served.turns[start:], ())) if start else ((),)
         others = (self._planner.with_turns(request, served, turns) for turns in chains)
@@ -100,6 +114,8 @@ class TurnWays:
             most: the most tokens. shared: see `Stores.find`.
         """
         records, request_id = self._coordinator.plans.records, request.request_id
+        if request_id in self._arrived:
+            self._plan(request)
         ways = self._ways.get(request_id)
         if ways is None or request.status == RequestStatus.PREEMPTED:  # the workers have its plan
             return self._found(request, records[request_id], most, shared)
@@ -147,6 +163,7 @@ class TurnWays:
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._ways.pop(request_id, None)
+        self._arrived.pop(request_id, None)
         self.resuming.pop(request_id, None)
 
     def _last_start(self, request: Request, turns: Sequence[int]) -> int:
