@@ -294,7 +294,7 @@ def test_a_line_that_changes_with_each_request(server: Server, random_model: Pat
         json={"model": str(random_model), "messages": [{**system, "content": line}]},
         headers={"Authorization": f"Bearer {KEYS[0]}"},
     )
-    assert tokens.headers["x-kv-anchor"] == "1", "positions for kv_keep are those of the prompt"
+    assert tokens.headers["x-kv-anchor"] == "1", "positions for kv_keep fit the prompt"
 
 
 def test_what_users_get_wrong(server: Server, random_model: Path) -> None:

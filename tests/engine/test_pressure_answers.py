@@ -213,7 +213,7 @@ def test_long_answers_are_served_without_preemptions(
         orders = [one.report["evicted_to"] for one in found]
         totals = engine.scheduler.pyramid.pressure.totals()
         print(every, preemptions, orders, totals)
-        # Those of requests that were preempted later, too.
+        # Includes requests that were preempted later.
         assert totals["ordered_evictions"] == sum(map(len, orders))
         assert totals["avoided_preemptions"] > 0
         assert all(len(one.token_ids) == 500 for one in found)

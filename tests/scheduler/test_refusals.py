@@ -190,7 +190,7 @@ def talk() -> tuple[Say, Engine]:
 
 
 def test_why_a_turn_resumed_no_more(talk: tuple[Say, Engine]) -> None:
-    """Each reason that the scheduler finds, and those of the front end that it passes on."""
+    """Each reason that the scheduler finds, and the reasons of the front end that it passes on."""
     whole, engine = talk
 
     def say(tokens: list[int], turns: list[int] | None, *why: Any, **extra: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block tables of all requests in host memory that the device reads, under vLLM's second runner.
 
-With a group for each of 32 layers these tables take 1 GiB, as much as those of a step, and a step
+With a group for each of 32 layers these tables take 1 GiB, as much as a step's tables, and a step
 reads of each row only what its layer keeps.
 """
 

@@ -5,7 +5,7 @@
     what the layer's kernels read      [R_max * G, M / G], a request of one KV head in each row
 
 Tables and lengths of lanes are gathered as those of layers are (`shifted_tables.py`). The slots of
-the step's tokens are found here, too: vLLM's would be those of one table for all heads. All tensors
+the step's tokens are found here, too: vLLM finds slots of one table for all heads. All tensors
 keep their addresses, so captured graphs read them.
 
 Shape legend: L layers, R requests, G KV heads, T tokens of the step, N tokens of a block, M entries
@@ -115,7 +115,7 @@ class LaneTables(ShiftedTables):
             self._slots_written = 0
 
     def describe(self, common: Any, layer: int) -> None:
-        """Make vLLM's metadata of a step, a copy, those of a layer's lanes.
+        """Make a copy of vLLM's metadata of a step describe a layer's lanes.
 
         Its `query_start_loc_cpu` stays that of the requests; builders without context parallelism
         do not read it.
