@@ -141,7 +141,9 @@ def check_pool(coordinator: LockstepCoordinator) -> None:
     for row in rows.values():
         assert row.refs == refs[id(row)], "references are miscounted"
         is_known = pool.bundles[row.hash] is row
-        assert is_known != (row in pool.duplicates.get(row.hash, ())), "a row is known, or a duplicate"
+        assert is_known != (row in pool.duplicates.get(row.hash, ())), (
+            "a row is known, or a duplicate"
+        )
         assert (row in pool.idle) == (not row.refs), "idle rows are those without references"
         assert row.holders == of_requests.get(id(row), set()), (
             f"a row has holders {row.holders}, and no request among them has it"
