@@ -37,6 +37,7 @@ from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
 from vllm_pyramid.methods.pages.kernels.contract import PageOps
 from vllm_pyramid.methods.triattention import TriAttentionScorer
+from vllm_pyramid.plan import LateEviction
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.step.attention_inputs import CacheWrite
@@ -45,6 +46,7 @@ from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
+from vllm_pyramid.worker.late_evictions import LateEvictions
 from vllm_pyramid.worker.step_tables import StepTables
 
 LAYERS, KV_HEADS, HEADS, SIZE, BLOCK = 2, 2, 4, 16, 16
@@ -506,6 +508,25 @@ class Worker:
         self.reports.append(reports)
         for name in names:
             self.computed[name] += scheduled[name]
+
+
+def marks_of(late: LateEvictions, name: str) -> dict[int, torch.Tensor]:
+    """Return how many levels each token of a request survives, by layer: `[G, n]`."""
+    return {
+        layer: data_of(one.marks)[row, :, : one.lens[row]]
+        for one in late._requests[name].marks
+        for row, layer in enumerate(one.layers.tolist())
+    }
+
+
+def order(
+    worker: Worker, late: LateEvictions, name: str, orders: Sequence[tuple[int, int]]
+) -> None:
+    """Order an eviction, with the blocks that the scheduler would name."""
+    held = late._requests[name].skip
+    table, end = worker.tables[:, list(worker.prompts).index(name)], -(-orders[-1][0] // BLOCK)
+    blocks = [table[layer, held[layer] // BLOCK : end].tolist() for layer in range(worker.layers)]
+    late.carry_out({name: LateEviction(tuple(orders), blocks)}, worker.tracker.order)
 
 
 def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:

@@ -131,18 +131,18 @@ def _survivors(engine: Engine) -> Iterator[dict[tuple[int, int], list[torch.Tens
     """Collect K and V of the prompt behind each order, by the request's age and layer."""
     late = engine.core.model_executor.driver_worker.worker.model_runner.pyramid.late
     compact, found = late._compact, {}
-    ages: dict[int, int] = {}
+    ages: dict[str, int] = {}
 
-    def compacted(
-        layer: int, levels: Any, marks: Any, point: EvictionPoint, level: int, table: Any
-    ) -> None:
-        size, first = point.block_size, levels.skip.get(layer, 0) // point.block_size
-        compact(layer, levels, marks, point, level, table)
-        places = torch.arange(int(point.skip[layer]), point.computed)
-        blocks = table[0].long()[places // size - first]
-        caches = late._caches[layer][1]
-        age = ages.setdefault(id(levels), len(ages))
-        found[age, layer] = [cache[blocks, :, places % size].clone() for cache in caches]
+    def compacted(own: Any, skip: Any, point: EvictionPoint, level: int, blocks: Any) -> Any:
+        (name,) = (name for name, levels in late._requests.items() if levels.skip is skip)
+        age, size = ages.setdefault(name, len(ages)), point.block_size
+        left = compact(own, skip, point, level, blocks)
+        for layer in own.layers.tolist():
+            places = torch.arange(int(point.skip[layer]), point.computed)
+            table = torch.tensor(blocks[layer])[places // size - int(skip[layer]) // size]
+            caches = late._caches[layer][1]
+            found[age, layer] = [cache[table, :, places % size].clone() for cache in caches]
+        return left
 
     late._compact = compacted
     try:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.support import (
     Engine,
@@ -54,13 +53,12 @@ def _positions(engine: Engine) -> Iterator[list[tuple[int, int, list[list[int]]]
     late, found = _late(engine), []
     compact = late._compact
 
-    def compacted(
-        layer: int, levels: Any, marks: torch.Tensor, point: Any, level: int, table: Any
-    ) -> None:
-        if not levels.skip[layer]:
-            kept = [(row > level).nonzero().flatten().tolist() for row in marks]
-            found.append((point.computed, layer, kept))
-        compact(layer, levels, marks, point, level, table)
+    def compacted(own: Any, skip: Any, point: Any, level: int, blocks: Any) -> Any:
+        for layer, marks in zip(own.layers.tolist(), own.marks, strict=True):
+            if not skip[layer]:
+                kept = [(row > level).nonzero().flatten().tolist() for row in marks]
+                found.append((point.computed, layer, kept))
+        return compact(own, skip, point, level, blocks)
 
     late._compact = compacted
     try:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.pretended_device import PretendedDevice, data_of
-from tests.shifted_worker import BLOCK, LAYERS, SIZE, Host, Worker, launch_tables
-from vllm_pyramid.plan import LateEviction, LevelPlan, PlanMismatchError
+from tests.shifted_worker import BLOCK, LAYERS, SIZE, Host, Worker, launch_tables, marks_of, order
+from vllm_pyramid.plan import LevelPlan, PlanMismatchError
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import LayerHooks, WorkerContext
@@ -92,23 +92,15 @@ def _expected(
 
 
 def _check(worker: Worker, late: AnswerLevels, queries: Queries, name: str, point: int) -> None:
-    levels = late._requests[name]
-    assert levels.point == point and sorted(levels.marks) == list(range(LAYERS))
-    skip = [levels.skip[layer] for layer in range(LAYERS)]
-    for layer, marks in levels.marks.items():
+    levels, of_layers = late._requests[name], marks_of(late, name)
+    assert levels.point == point and sorted(of_layers) == list(range(LAYERS))
+    skip = levels.skip.tolist()
+    for layer, marks in of_layers.items():
         expected = _expected(worker, queries, name, layer, point, skip)
         assert levels.count == len(expected) == 2
         for level, kept in enumerate(expected):
-            rows = data_of(marks) > level
+            rows = marks > level
             assert [row.nonzero().flatten().tolist() for row in rows] == kept, (layer, level)
-
-
-def _order(worker: Worker, late: AnswerLevels, name: str, orders: list[tuple[int, int]]) -> None:
-    """Order an eviction, with the blocks that the scheduler would name."""
-    held = late._requests[name].skip
-    table, end = worker.tables[:, list(PROMPTS).index(name)], -(-orders[-1][0] // BLOCK)
-    blocks = [table[layer, held[layer] // BLOCK : end].tolist() for layer in range(LAYERS)]
-    late.carry_out({name: LateEviction(tuple(orders), blocks)}, worker.tracker.order)
 
 
 def test_levels_behind_steps_chunks_orders_and_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +120,12 @@ def test_levels_behind_steps_chunks_orders_and_a_restart(monkeypatch: pytest.Mon
     assert (name, point) == ("a", 90) and 0 < losses[0] < losses[1] < 1
     _check(worker, late, queries, "a", 90)
     with pytest.raises(PlanMismatchError, match="up to token 70 and has levels up to token 90"):
-        _order(worker, late, "a", [(70, 0)])
+        order(worker, late, "a", [(70, 0)])
     worker.tracker._ordered.clear()
     before = _rows(worker, "a", 0, torch.arange(90)).clone()
     kept = _expected(worker, queries, "a", 0, 90, [0, 0])[0]
-    _order(worker, late, "a", [(90, 0)])
-    skip = late._requests["a"].skip
+    order(worker, late, "a", [(90, 0)])
+    skip = late._requests["a"].skip.tolist()
     assert skip[0] > 0
     moved = _rows(worker, "a", 0, torch.arange(skip[0], 90))
     assert all(torch.equal(moved[head], before[head, kept[head]]) for head in range(len(kept)))
@@ -150,8 +142,8 @@ def test_levels_behind_steps_chunks_orders_and_a_restart(monkeypatch: pytest.Mon
     found = late.take_losses()
     assert {name: point for name, (point, _) in found.items()} == {"a": 110, "c": 101}
     _check(worker, late, queries, "a", 110)  # of what the order left
-    assert late._requests["a"].skip == skip
-    _order(worker, late, "a", [(90, 0), (110, 1)])
+    assert late._requests["a"].skip.tolist() == skip
+    order(worker, late, "a", [(90, 0), (110, 1)])
     assert late._requests["a"].skip[0] > skip[0]
     worker.step({"b": 2, "c": 55})  # a chunk across two points: the last one counts
     found = late.take_losses()
@@ -217,8 +209,9 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: s
     assert torch.equal(same.cache, worker.cache)
     for name in PROMPTS:
         assert on_host._requests[name].point == late._requests[name].point == PROMPTS[name] + EVERY
-        for layer, marks in on_host._requests[name].marks.items():
-            assert torch.equal(marks, data_of(late._requests[name].marks[layer]))
+        same_marks = marks_of(late, name)
+        for layer, marks in marks_of(on_host, name).items():
+            assert torch.equal(marks, same_marks[layer])
 
 
 def test_one_that_fails_at_a_point_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +227,7 @@ def test_one_that_fails_at_a_point_ends_alone(monkeypatch: pytest.MonkeyPatch) -
     assert {name: point for name, (point, _) in late.take_losses().items()} == {"a": 90, "c": 121}
     assert list(worker.failed) == ["b"] and worker.failed["b"].kind == "scores"
     cache = worker.cache.clone()
-    _order(worker, late, "b", [(45, 0)])
+    order(worker, late, "b", [(45, 0)])
     assert torch.equal(cache.nan_to_num(), worker.cache.nan_to_num()), "nothing moves"
     for name in "ac":
         _check(worker, late, queries, name, PROMPTS[name] + EVERY)

@@ -23,6 +23,7 @@ from tests.shifted_worker import (
     Host,
     Worker,
     launch_tables,
+    order,
 )
 from vllm_pyramid.attention.backend_flash import PyramidFlashImpl
 from vllm_pyramid.kernels import reference
@@ -30,6 +31,8 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.pages.worker import PageSelector
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.hooks import WorkerContext
+from vllm_pyramid.worker.late_evictions import LateEvictions
 
 pytestmark = pytest.mark.cpu
 
@@ -117,6 +120,36 @@ def test_launches_of_prompts_that_end(
 def test_layer_by_layer_launches_many_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = _launches(POLICIES["snapkv"], 1, monkeypatch, at_step_end=False)
     assert counts["compact"] == LAYERS and counts.total() > 400
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_launches_of_levels_and_orders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels of a prompt, in 32 layers: at most 110, of which 32 copy queries; an order: 20."""
+    args = {"schedule": "pressure", "min_tokens": 0, "window": POLICIES[name].window}
+    policy, made = load_policy(POLICIES[name].name, "20%", args=args), list[LateEvictions]()
+
+    def late(context: WorkerContext) -> LateEvictions:
+        made.append(LateEvictions(policy, context))
+        return made[0]
+
+    counts, more = [], {"layers": LAYERS, "spare": LAYERS * 64, "at_step_end": True}
+    for served, hooks in ((load_policy("full"), []), (policy, [late])):
+        with CountingDevice() as device:
+            launch_tables(monkeypatch, device)
+            worker = Worker(served, device, {"a": 190}, more=hooks, **more)
+            device.counts = Counter()
+            worker.step({"a": 190})
+            counts.append(device.counts)
+            if hooks:
+                device.counts = Counter()
+                order(worker, made[0], "a", [(190, 0)])
+                of_order = device.counts
+        monkeypatch.undo()
+        assert device.waits == [] and worker.failed == {}
+    of_levels = counts[1] - counts[0]
+    print(dict(of_levels), dict(of_order))
+    assert of_levels["select"] == 3 and LAYERS < of_levels.total() <= 110
+    assert of_order["compact"] == 1 and of_order.total() <= 20
 
 
 # The choice of pages ------------------------------------------------------------------------------

@@ -36,8 +36,14 @@ def evict_layer(
     that is reserved for them. Requests whose scores cannot be ranked, or for which a method raises,
     have failed.
 
-    `only` has the indices of the requests that are evicted from here; None: all of the step.
+    `only` has the indices of the requests that are evicted from here, or of those whose scores a
+    method takes; None: all of the step.
     """
+    if (taking := taken_scores(hooks, evictions)) is not None:
+        method, wanted = taking
+        chosen = np.arange(len(wanted.request_ids)) if only is None else only
+        for piece in wanted.pieces(inputs, chosen):
+            score_batch(wanted.batch(inputs, policy, piece), method)
     decided, shortened = evictions.decided, evictions.shortened(inputs.layer)
     if only is not None:
         decided = np.intersect1d(decided, only).tolist()
@@ -73,6 +79,34 @@ def evict_batch(
             shorten(*found, hooks, trace, mass)
     except Exception as error:
         what = f"an eviction of the policy {policy.name!r}"
+        batch.evictions.failures.add_error(batch.request_ids, what, error, peers_wait=asks)
+
+
+def taken_scores(
+    hooks: MethodHooks, evictions: StepEvictions
+) -> tuple[EvictionHooks, StepEvictions] | None:
+    """Return the method that takes scores in a step, and of which requests; None: none does."""
+    if (method := hooks.takes_scores) is None:
+        return None
+    try:
+        wanted = method.wants_scores(evictions)
+    except Exception as error:
+        what = f"`wants_scores` of {method.label}"
+        evictions.failures.add_error(
+            evictions.request_ids, what, error, peers_wait=method.asks_ranks
+        )
+        return None
+    return None if wanted is None else (method, wanted)
+
+
+def score_batch(batch: EvictionBatch, method: EvictionHooks) -> None:
+    """Score the requests of a batch, and give a method the scores of those that can be ranked."""
+    asks = batch.policy.scorer.asks_ranks or method.asks_ranks
+    try:
+        if (found := ranked(batch, batch.policy.scorer.scores(batch))) is not None:
+            method.take_scores(*found)
+    except Exception as error:
+        what = f"`take_scores` of {method.label}"
         batch.evictions.failures.add_error(batch.request_ids, what, error, peers_wait=asks)
 
 

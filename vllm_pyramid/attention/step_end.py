@@ -2,7 +2,8 @@
 """Evictions of all layers once a step, on devices where a launch costs more than what it does.
 
     each layer       attention; the last queries of the requests that end are copied: one launch
-    the last layer   score, check, select, compact: a few launches for all layers and requests
+    the last layer   score, check, select, compact: a few launches for all layers and requests;
+                     or score and check, for a method that takes the scores (`take_scores`)
 
 Nothing reads a layer's cache between its attention and the end of the step, so what is evicted is
 the same. It takes layers whose caches are one tensor, and a policy that asks nothing of a single
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.attention.evict import evict_batch, evict_layer
+from vllm_pyramid.attention.evict import evict_batch, evict_layer, score_batch, taken_scores
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_memory import QUERIES_BYTES, pieces, queries_at_step_end
@@ -30,7 +31,7 @@ from vllm_pyramid.step.eviction_rows import (
     copy_overwritten,
     without_query,
 )
-from vllm_pyramid.step.hooks import MethodHooks
+from vllm_pyramid.step.hooks import EvictionHooks, MethodHooks
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.step.upload import upload
@@ -59,6 +60,9 @@ class StepEndEviction:
         self.policy, self.hooks, self.queries = policy, hooks, queries
         self.num_layers, self._tables_per_layer = num_layers, tables_per_layer
         self._evictions: StepEvictions | None = None
+        # What takes the step's scores in place of an eviction, and of which requests.
+        self._taker: EvictionHooks | None = None
+        self._scored: StepEvictions | None = None
         self._calls: list[AttentionInputs] = []
         self._queries: list[torch.Tensor] = []
         self._chosen: Indices = np.zeros(0, np.int64)
@@ -107,6 +111,7 @@ class StepEndEviction:
         if len(self._calls) < self.num_layers:
             return
         calls, queries_of, memory = self._calls, self._queries, self._memory
+        scored = evictions if self._scored is None else self._scored
         self._forget()
         kinds = _of_one_kind(calls)
         for own in kinds:
@@ -117,19 +122,24 @@ class StepEndEviction:
                 queries = torch.cat([queries_of[place] for place in own])
             first = of_kind[0]
             of_kind[0] = replace(first, batch=replace(first.batch, query=queries))
-            self._evict(of_kind, evictions, trace)
+            self._evict(of_kind, scored, trace)
 
     def _begin(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
         """Choose the requests that are evicted at the step's end, and find their last queries."""
         self._forget()
-        self._evictions, self._index = evictions, None
-        wanted, query = evictions.shortened_anywhere(), inputs.query
+        self._evictions, self._index, query = evictions, None, inputs.query
+        self._taker, self._scored = taken_scores(self.hooks, evictions) or (None, None)
+        scored, wanted = evictions, evictions.shortened_anywhere()
+        if self._scored is not None:
+            if wanted.size:
+                raise RuntimeError("a step evicts requests, and others are scored; report this")
+            scored, wanted = self._scored, np.arange(len(self._scored.request_ids))
         heads = query[0].numel() * query.element_size() if len(query) else 0
         of_each = self.num_layers * self.queries * heads // self._tables_per_layer
         most = max(1, QUERIES_BYTES // of_each) if of_each else len(wanted)
         self._chosen, self._others = wanted[:most], wanted[most:]
         if self.queries and self._chosen.size:
-            ends = evictions.query_ends[self._chosen].astype(np.int64)
+            ends = scored.query_ends[self._chosen].astype(np.int64)
             places = ends[:, None] + np.arange(-self.queries, 0)
             self._index = upload(places.clip(min=0).ravel(), query.device)
             layers = self.num_layers // self._tables_per_layer
@@ -155,10 +165,11 @@ class StepEndEviction:
         self, calls: list[AttentionInputs], evictions: StepEvictions, trace: TraceWriter | None
     ) -> None:
         """Evict from layers whose rows the same kernels take together."""
-        own = np.setdiff1d(evictions.decided, self._others).tolist()
-        joined = JoinedTables(calls)
-        copy_overwritten(evictions, calls, own, self.hooks.copy_blocks, joined)
-        of_layers = [np.intersect1d(evictions.shortened(c.layer), self._chosen) for c in calls]
+        joined, of_layers = JoinedTables(calls), [self._chosen] * len(calls)
+        if self._taker is None:
+            own = np.setdiff1d(evictions.decided, self._others).tolist()
+            copy_overwritten(evictions, calls, own, self.hooks.copy_blocks, joined)
+            of_layers = [np.intersect1d(evictions.shortened(c.layer), self._chosen) for c in calls]
         places = np.repeat(np.arange(len(calls)), [len(indices) for indices in of_layers])
         shortened = np.concatenate(of_layers)
         ranks = np.searchsorted(self._chosen, shortened)
@@ -178,7 +189,10 @@ class StepEndEviction:
                 batch = batch_of_layers(
                     evictions, calls, joined, policy, *of_rows, num_queries=self.queries
                 )
-                evict_batch(batch, None, self.hooks, trace)
+                if self._taker is not None:
+                    score_batch(batch, self._taker)
+                else:
+                    evict_batch(batch, None, self.hooks, trace)
 
 
 def _of_one_kind(calls: Sequence[AttentionInputs]) -> list[list[int]]:

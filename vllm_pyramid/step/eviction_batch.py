@@ -104,6 +104,12 @@ class EvictionBatch:
             **{name: getattr(self, name)[index] for name in _ON_DEVICE},
         )
 
+    def evicting_to(self, evictions: StepEvictions) -> EvictionBatch:
+        """Return the same rows with the points of other evictions of the same requests."""
+        keeps = evictions.kept_lens[self.layers, self.shortened]
+        on_device = upload(keeps, self.tables.device)
+        return replace(self, evictions=evictions, keeps=on_device, host_keeps=keeps)
+
     # What stays in any case -----------------------------------------------------------------------
 
     def _protected(self) -> npt.NDArray[np.int32]:

@@ -16,10 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from vllm_pyramid.attention.evict import score_batch
 from vllm_pyramid.plan import IntArray, LevelPlan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, WorkerContext
 from vllm_pyramid.step.recent_queries import Copies, RecentQueries
 from vllm_pyramid.step.step import Step, WorkerRequest
@@ -135,13 +138,15 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
         if self._scored:
             query = self._queries.of(inputs.layer, self._of_scored).flatten(0, 1)
             batch = replace(inputs.batch, query=query)
-            try:
-                self._level_all(replace(inputs, batch=batch, log_sum_exp=None), self._scored)
-            except Exception as error:
-                names, asks = self._scored[0].request_ids, self._policy.scorer.asks_ranks
-                what = f"levels of the policy {self._policy.name!r}"
-                self._step().failures.add_error(names, what, error, peers_wait=asks)
+            inputs_there, first = replace(inputs, batch=batch, log_sum_exp=None), self._scored[0]
+            for piece in first.pieces(inputs_there, np.arange(len(first.request_ids))):
+                score_batch(first.batch(inputs_there, self._policy, piece), self)
         self._queries.copy(inputs, self._behind)
+
+    def take_scores(self, batch: EvictionBatch, scores: torch.Tensor) -> None:
+        """Level the tokens of requests at their prompts' ends, or at points behind them."""
+        is_behind = bool(self._scored) and batch.evictions is self._scored[0]
+        self._level(self._scored if is_behind else self._at_levels, batch, scores)
 
     def end_step(self, step: Step) -> None:
         """Free the slots of requests whose queries have been used."""

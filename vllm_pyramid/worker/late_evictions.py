@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evictions that the scheduler orders when it lacks blocks (`PressureSchedule`).
 
-    a prompt's end   score, then select once for each level: nothing moves      after_eviction
+    a prompt's end   score, then select once for each level: nothing moves      take_scores
                      a byte a token and KV head: how many levels it survives
                      the share of the scores that each level loses -> scheduler  take_losses
     an order         move the survivors of the level in all layers, before the   carry_out
@@ -10,21 +10,25 @@
 What a level keeps is what an eviction to its budget keeps at the prompt's end, in every KV head.
 With `AnswerLevels` further points follow, which are as a prompt's end.
 
-Shape legend: S requests whose prompts end in the step, G KV heads of this rank, T tokens of the
-longest of these prompts, n tokens that a request holds of its prompt.
+A device takes all layers together, the CPU one after the other (`attention/step_end.py`).
+
+Shape legend: S rows of requests and layers, G KV heads of this rank, K layers, n tokens that they
+hold of a request, at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.plan import (
     EvictionPoint,
+    IntArray,
     LateEviction,
     LevelPlan,
     Order,
@@ -33,11 +37,35 @@ from vllm_pyramid.plan import (
     RetentionPlan,
 )
 from vllm_pyramid.policy.policy import Policy
-from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
+from vllm_pyramid.step.eviction_rows import padded_width
 from vllm_pyramid.step.hooks import EvictionHooks, StepHooks, WorkerContext
-from vllm_pyramid.step.score_check import ranked
 from vllm_pyramid.step.step_evictions import StepEvictions
+from vllm_pyramid.step.upload import upload
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """The levels of a request's tokens in K layers whose caches are one tensor.
+
+    Attributes:
+        layers, lens: `[K]` the layers, and the tokens that each holds up to the point.
+        marks: how many levels each of these tokens survives: `[K, G, n]` uint8, 0 behind `lens`.
+        caches: the layer whose caches are those of all.
+    """
+
+    layers: IntArray
+    lens: IntArray
+    marks: torch.Tensor
+    caches: int
+
+    def only(self, rows: npt.NDArray[np.bool_]) -> _Marks:
+        """Return some of the layers."""
+        if rows.all():
+            return self
+        chosen = upload(np.flatnonzero(rows), self.marks.device)
+        marks = self.marks.index_select(0, chosen)
+        return replace(self, layers=self.layers[rows], lens=self.lens[rows], marks=marks)
 
 
 @dataclass
@@ -47,18 +75,17 @@ class _Levels:
     Attributes:
         point: the tokens up to which it has levels: those of the prompt, if no point followed.
         count: of levels.
-        marks: by layer, how many levels each token survives that the layer holds up to the point:
-            `[G, n]` uint8.
+        skip: `[num_layers]`, tokens that each layer has given up.
+        marks: of its layers.
         lost: `[levels]` float32, the share of the scores that each level loses, summed over layers;
             None once it has been reported.
-        skip: by layer, tokens that the layer has given up.
     """
 
     point: int
     count: int
-    marks: dict[int, torch.Tensor] = field(default_factory=dict)
+    skip: IntArray
+    marks: list[_Marks] = field(default_factory=list)
     lost: torch.Tensor | None = None
-    skip: dict[int, int] = field(default_factory=dict)
 
 
 class LateEvictions(StepHooks, EvictionHooks):
@@ -81,30 +108,18 @@ class LateEvictions(StepHooks, EvictionHooks):
 
     # The end of a prompt --------------------------------------------------------------------------
 
-    def after_eviction(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
-        """Level the tokens of the prompts that end in this step, in one layer."""
-        self._level_all(inputs, self._evictions(evictions))
-
-    def _level_all(self, inputs: AttentionInputs, at_levels: list[StepEvictions]) -> None:
-        """Level the tokens of requests in one layer, which are evicted to each level in turn."""
-        if not at_levels:
-            return
-        first = at_levels[0]
-        for piece in first.pieces(inputs, np.arange(len(first.request_ids))):
-            batch = first.batch(inputs, self._policy, piece)
-            found = ranked(batch, self._policy.scorer.scores(batch))
-            if found is not None:
-                self._level(inputs, at_levels, *found)
-        self._caches[inputs.layer] = inputs.ops, inputs.moved
-
-    def _evictions(self, evictions: StepEvictions) -> list[StepEvictions]:
-        """Return what the step would evict at each level; made once for all layers."""
+    def wants_scores(self, evictions: StepEvictions) -> StepEvictions | None:
+        """Return the requests whose prompts end in this step, as they evict to the first level."""
         if evictions is not self._of:
             self._of = evictions
             requests = self._step().requests
             plans = [requests[row].plan for row in evictions.rows.tolist()]
             self._at_levels = self._begin(evictions, [_levels(plan) for plan in plans])
-        return self._at_levels
+        return self._at_levels[0] if self._at_levels else None
+
+    def take_scores(self, batch: EvictionBatch, scores: torch.Tensor) -> None:
+        """Level the tokens of prompts that end in this step, in some layers."""
+        self._level(self._at_levels, batch, scores)
 
     def _begin(
         self, evictions: StepEvictions, levels: Sequence[Sequence[EvictionPoint]]
@@ -117,8 +132,8 @@ class LateEvictions(StepHooks, EvictionHooks):
         self._failed = evictions.failures.of
         for index, (name, own) in enumerate(zip(evictions.request_ids, levels, strict=True)):
             if own:
-                skip = dict(enumerate(evictions.previous_skips[:, index].tolist()))
-                self._requests[name] = _Levels(own[0].computed, len(own), skip=skip)
+                skip = evictions.previous_skips[:, index].copy()
+                self._requests[name] = _Levels(own[0].computed, len(own), skip)
                 self._unreported.append(name)
         return [
             evictions.with_points(
@@ -128,42 +143,48 @@ class LateEvictions(StepHooks, EvictionHooks):
         ]
 
     def _level(
-        self,
-        inputs: AttentionInputs,
-        at_levels: list[StepEvictions],
-        batch: EvictionBatch,
-        scores: torch.Tensor,
+        self, at_levels: Sequence[StepEvictions], batch: EvictionBatch, scores: torch.Tensor
     ) -> None:
         """Count the levels that each token survives, and what each level loses of the scores."""
-        shape = len(batch.shortened), inputs.key_cache.shape[1], batch.longest
+        call, longest = batch.call, batch.longest
+        self._caches[call.layer] = call.ops, call.moved
         # One column more, for places that `select` leaves empty.
-        marks = torch.zeros(*shape[:2], shape[2] + 1, dtype=torch.uint8, device=scores.device)
+        shape = len(batch.shortened), scores.shape[1], longest + 1
+        marks = torch.zeros(shape, dtype=torch.uint8, device=scores.device)
         for evictions in at_levels:
-            at_level = evictions.batch(inputs, self._policy, batch.shortened)
-            kept = at_level.select(scores).long()
-            kept = kept.masked_fill_(kept < 0, shape[2])
+            kept = batch.evicting_to(evictions).select(scores).long()
+            kept = kept.masked_fill_(kept < 0, longest)
             marks.scatter_add_(2, kept, torch.ones_like(kept, dtype=torch.uint8))
-        marks = marks[:, :, : shape[2]]
+        marks = marks[:, :, :longest]
         lost = _lost(batch, scores, marks, len(at_levels))
-        for row, name in enumerate(batch.request_ids):
-            levels, tokens = self._requests[name], int(batch.host_lens[row])
-            levels.marks[inputs.layer] = marks[row, :, :tokens].clone()
-            levels.lost = lost[row] if levels.lost is None else levels.lost + lost[row]
+        names = batch.evictions.request_ids
+        for index in np.unique(batch.shortened).tolist():
+            levels, rows = self._requests[names[index]], batch.shortened == index
+            lens, chosen = batch.host_lens[rows], upload(np.flatnonzero(rows), scores.device)
+            own = marks[:, :, : int(lens.max())].index_select(0, chosen)
+            levels.marks.append(_Marks(batch.layers[rows], lens, own, call.layer))
+            sums = lost.index_select(0, chosen).sum(dim=0)
+            levels.lost = sums if levels.lost is None else levels.lost + sums
 
     def take_losses(self) -> dict[str, tuple[int, list[float]]]:
         """Return who has got levels since the last call: up to which token, and what these lose.
 
         The mean over this worker's layers and KV heads.
         """
-        found = {}
+        found, sums = {}, []
         for name in self._unreported:
             levels = self._requests.get(name)
             if levels is not None and levels.lost is not None:
-                shares = (levels.lost / len(levels.marks)).tolist()
-                found[name] = levels.point, shares[: levels.count]
-                levels.lost = None
+                layers = sum(len(of_layers.layers) for of_layers in levels.marks)
+                sums.append(levels.lost / layers)
+                found[name] = levels
+        shares = iter(torch.cat(sums).cpu().split([len(one) for one in sums]) if sums else ())
+        losses = {}
+        for name, levels in found.items():
+            losses[name] = levels.point, next(shares)[: levels.count].tolist()
+            levels.lost = None
         self._of, self._at_levels, self._unreported = None, [], []
-        return found
+        return losses
 
     # Orders ---------------------------------------------------------------------------------------
 
@@ -186,52 +207,60 @@ class LateEvictions(StepHooks, EvictionHooks):
             (at, level), point = order.orders[-1], plan.end
             levels = self._requests.get(request_id)
             if levels is None or request_id in self._failed:
-                levels = _Levels(at, 0)
+                continue
             if levels.point != at:
                 raise PlanMismatchError(
                     f"request {request_id} is ordered to evict up to token {at} and has levels up "
                     f"to token {levels.point}: scheduler and worker disagree about the KV policy; "
                     "report this"
                 )
-            for layer, marks in levels.marks.items():
-                if point.skip[layer] > levels.skip.get(layer, 0):
-                    table = torch.tensor([order.blocks[layer]], dtype=torch.int32)
-                    table = table.to(marks.device)
-                    self._compact(layer, levels, marks, point, level, table)
+            left = []
+            for marks in levels.marks:
+                moves = point.skip[marks.layers] > levels.skip[marks.layers]
+                if not moves.all():
+                    left.append(marks.only(~moves))
+                if moves.any():
+                    own = marks.only(moves)
+                    left.append(self._compact(own, levels.skip, point, level, order.blocks))
+            levels.marks, levels.skip = left, np.maximum(point.skip, levels.skip)
 
     def _compact(
         self,
-        layer: int,
-        levels: _Levels,
-        marks: torch.Tensor,
+        of_layers: _Marks,
+        skip: IntArray,
         point: EvictionPoint,
         level: int,
-        table: torch.Tensor,
-    ) -> None:
-        """Move the survivors of a level in one layer to the end of the tokens that have levels."""
-        before = levels.skip.get(layer, 0)
-        first = before // point.block_size * point.block_size  # of the table's tokens
-        keep, device = int(point.held[layer]), marks.device
+        blocks: Sequence[Sequence[int]],
+    ) -> _Marks:
+        """Move the survivors of a level to the end of the tokens that have levels, in some layers.
+
+        Args:
+            skip: what each layer has given up before. blocks: of each layer, what it holds.
+        """
+        layers, marks = of_layers.layers, of_layers.marks
+        before, keeps = skip[layers], point.held[layers].astype(np.int32)
+        starts = before // point.block_size * point.block_size  # of the tables' tokens
+        most, lens = int(keeps.max()), point.computed - starts
+        table = np.zeros((len(layers), padded_width(max(len(blocks[i]) for i in layers))), np.int32)
+        for row, layer in zip(table, layers.tolist(), strict=True):
+            row[: len(blocks[layer])] = blocks[layer]
+        device = marks.device
+        first, counts, held = upload(
+            np.stack([before - starts, lens, keeps]).astype(np.int32), device
+        )
         survives = marks > level
         # The place of each survivor among the survivors; the others go to a column of their own.
-        order = survives.cumsum(1, dtype=torch.int64).sub_(1)
-        order.masked_fill_(~survives, keep)
-        places = torch.arange(marks.shape[1], dtype=torch.int32, device=device)
-        kept = torch.zeros(len(marks), keep + 1, dtype=torch.int32, device=device)
-        kept.scatter_(1, order, places.expand_as(marks))
-        kept = kept[:, :keep]
-        ops, moved = self._caches[layer]
-        numbers = torch.tensor([point.computed - first, keep], dtype=torch.int32, device=device)
-        ops.compact(
-            *moved,
-            table,
-            (kept + (before - first))[None].contiguous(),
-            numbers[:1],
-            numbers[1:],
-            max_keep=keep,
-        )
-        levels.marks[layer] = marks.gather(1, kept.long())
-        levels.skip[layer] = int(point.skip[layer])
+        order = survives.cumsum(2, dtype=torch.int64).sub_(1).masked_fill_(~survives, most)
+        places = torch.arange(marks.shape[2], dtype=torch.int32, device=device)
+        kept = torch.zeros(*marks.shape[:2], most + 1, dtype=torch.int32, device=device)
+        kept = kept.scatter_(2, order, places.expand_as(marks))[:, :, :most]
+        ops, moved = self._caches[of_layers.caches]
+        moving = kept + first[:, None, None]
+        ops.compact(*moved, upload(table, device), moving, counts, held, max_keep=most)
+        marks = marks.gather(2, kept.long())
+        if (keeps < most).any():
+            marks.masked_fill_(places[:most] >= held[:, None, None], 0)
+        return replace(of_layers, lens=keeps, marks=marks)
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

@@ -64,7 +64,8 @@ def compile_kernels(
         calls = [call]
         table = call.block_table
         width = padded_width(table.shape[1])
-        if context.step_end is not None and width > table.shape[1]:  # the width of its tables
+        joins = context.step_end is not None or policy.schedule.waits_for_orders
+        if joins and width > table.shape[1]:  # the width of tables that are joined
             padded = table.new_zeros(1, width)
             calls.append(replace(call, batch=replace(call.batch, block_table=padded)))
         for part in policies:

@@ -9,6 +9,7 @@ nothing. In a worker they are called in this order:
     a step       StepHooks      without_graphs  begin_step                             end_step
     each layer   LayerHooks       after_write  before_attention  attend  after_attention
                  EvictionHooks      score  before_compact  after_compact  after_eviction
+                                    wants_scores  take_scores
     last layer   EvictionHooks        (deferred evictions) evidence  decide
 
 and `SchedulerHooks` in the scheduler. A step is one call of the model, with tokens of several

@@ -24,6 +24,7 @@ class EvictionHooks(WorkerHooks):
 
         score -> (select) -> before_compact -> (compact) -> after_compact   a batch of requests
         after_eviction                                                      all of a step's
+        wants_scores -> take_scores                                         a batch of others
 
     Where the lengths of a plan are decided from the scores of all layers (a `DeferredPlan`), the
     worker scores each layer when it has attended, keeps scores and `evidence` until the last layer
@@ -60,6 +61,20 @@ class EvictionHooks(WorkerHooks):
 
     def after_eviction(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
         """Look at a layer that has evicted from all requests whose plans are not deferred."""
+
+    def wants_scores(self, evictions: StepEvictions) -> StepEvictions | None:
+        """Return requests of a step that are to be scored and not evicted; None: there are none.
+
+        No request of the step is evicted then. Called where `take_scores` is overridden, by one
+        method at most.
+        """
+        raise NotImplementedError
+
+    def take_scores(self, batch: EvictionBatch, scores: torch.Tensor) -> None:
+        """Take the scores of requests that `wants_scores` has returned, as of `Scorer.scores`.
+
+        `batch` has them in one layer, or in several: a row for each layer and request.
+        """
 
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
         """Return what a layer says about the lengths: `[S, ...]`, from this rank's KV heads.

@@ -30,11 +30,13 @@ class MethodHooks:
         cache: the hooks that derive from `CacheHooks`, which are called at start-up.
         scorer, scorer_inside: score evictions at a prompt's end and later, and inside it; or None.
         decides: the hooks that decide the lengths of deferred evictions, or None.
+        takes_scores: the hooks that take scores of requests that are not evicted, or None.
         in_layers: whether a step without evictions calls any hook around a layer's attention.
         in_evictions: whether an eviction calls any hook.
 
     Raises:
-        ValueError: two methods want to score the same evictions, or to decide their lengths.
+        ValueError: two methods want to score the same evictions, to decide their lengths, or to
+            take scores.
     """
 
     def __init__(self, hooks: Iterable[WorkerHooks] = ()) -> None:
@@ -69,6 +71,8 @@ class MethodHooks:
         self.scorer_inside = inside or self.scorer
         deciding = self._overriding(EvictionHooks, "decide")
         self.decides = _only(deciding, "decide the lengths of deferred evictions")
+        taking = self._overriding(EvictionHooks, "take_scores")
+        self.takes_scores = _only(taking, "take scores")
         moving = self.before_compact or self.after_compact or self.after_eviction
         self.in_evictions = bool(moving or scorers or deciding)
 
