@@ -18,6 +18,7 @@ from vllm.distributed import nixl_utils
 
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
 from vllm_pyramid.transfer.settings import TransferSettings
+from vllm_pyramid.transfer.tcp import TcpTransport
 from vllm_pyramid.transfer.transport import Transport, make_transport
 
 pytestmark = pytest.mark.cpu
@@ -396,11 +397,11 @@ def test_an_agent_that_knows_no_such_memory(nixl_pair: Any) -> None:
         fetcher.get(PART, name, 1 << 20)
 
 
-@pytest.mark.parametrize("told", [b"", b"{}", b"[1]", b'{"agent": "", "address": 0, "bytes": 1}'])
+@pytest.mark.parametrize("told", [b"", b"1", bytes(16), bytes(20)])
 def test_an_engine_that_does_not_say_where(nixl_pair: Any, told: bytes) -> None:
     sender, fetcher, name = nixl_pair
-    sender.serve(PART, [memoryview(told)], 0, lambda: None)
-    with pytest.raises(DamagedFileError, match="does not say where"):
+    TcpTransport.put(sender, PART, [memoryview(told)])
+    with pytest.raises(DamagedFileError, match=r"does not say where|too large"):
         fetcher.get(PART, name, 1 << 20)
 
 
