@@ -105,6 +105,7 @@ class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
         self._log = LimitedLog(logger.warning)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-heads")
         self._of_request: dict[str, _Incoming] = {}
+        self._loading: dict[str, _Incoming] = {}  # until the workers have ended
         self.orders: list[BlockOrder] = []
         self._counts: Counter[str] = Counter()
 
@@ -194,11 +195,6 @@ class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
 
     def enter(self, request_id: str, record: SchedulerRequest, hit: IncomingHit) -> None:
         """Begin the tables of a request as if it had evicted; the connector fills the blocks."""
-        if record.num_blocks:
-            raise RuntimeError(
-                f"request {request_id} has {record.num_blocks} blocks already, where its tables "
-                "begin; report this"
-            )
         coordinator, incoming = self._coordinator, self._of_request[request_id]
         assert incoming.state is not None
         size = coordinator.layer_blocks.largest
@@ -217,22 +213,23 @@ class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
         coordinator.counters.held_blocks += counts
         coordinator.counters.skipped_tokens += hit.plan.skip_after(hit.plan.end_number)
         incoming.has_begun = True
+        self._loading[request_id] = incoming
         blocks = [block.block_id for blocks in own for block in blocks]
         self.orders.append(BlockOrder(request_id, incoming.state, blocks))
 
     def fetched(self, request_id: str, *, failed: bool) -> None:
         """Note that the workers have a state's blocks, or that one of them could not read them."""
-        if (incoming := self._of_request.get(request_id)) is None:
-            return  # it was aborted meanwhile
+        incoming = self._loading.pop(request_id)
         incoming.is_loaded = not failed
         self._drop(incoming)
-        if failed:
+        if failed and request_id in self._of_request:  # it may have been aborted meanwhile
             self._give_up(request_id, incoming, reasons.UNREAD)
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         if (incoming := self._of_request.pop(request_id, None)) is None:
             return {}
-        self._drop(incoming)  # it was aborted before the blocks were there
+        if not incoming.has_begun:  # else the workers read what would be dropped
+            self._drop(incoming)
         loaded = incoming.is_loaded and not incoming.because
         self._counts[incoming.because or (reasons.LOADED if loaded else reasons.ABORTED)] += 1
         said: dict[str, Any] = {"tokens": 0}

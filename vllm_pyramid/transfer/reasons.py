@@ -31,7 +31,6 @@ WORDS = {
 }
 # Of a request that ended before it began.
 ABORTED = "aborted"
-LABELS = (LOADED, ABORTED, *WORDS)
 
 
 def why_itself(request: Request, served: ServedRequest, max_model_len: int) -> str | None:
