@@ -59,7 +59,7 @@ class Router:
         if any(choice["finish_reason"] != "length" for choice in answer.get("choices", ())):
             if not body.get("stream"):
                 return JSONResponse(answer)  # its first token ended it
-            return await self._send(prefiller + path, body, headers)
+            return await self._send("POST", prefiller + path, body, headers)
         ticket = answer.get("kv_transfer_params") or {}
         if ticket.get("do_remote_prefill"):
             body["kv_transfer_params"] = ticket
@@ -69,15 +69,18 @@ class Router:
         """Send a request to the next engine that decodes, or to one behind it if that one fails."""
         first = next(self._turns) % len(self._decode)
         for url in (*self._decode[first:], *self._decode[:first]):
-            answer = await self._send(url + path, body, headers)
+            answer = await self._send("POST", url + path, body, headers)
             if answer.status_code < 500:
                 break
         return answer
 
     async def models(self, headers: dict[str, str]) -> Response:
-        """List the models, as a decoding engine does."""
-        found = await self._client.get(self._decode[0] + "/v1/models", headers=headers)
-        return Response(found.content, found.status_code, media_type="application/json")
+        """List the models, as the first decoding engine that answers does."""
+        for url in self._decode:
+            answer = await self._send("GET", url + "/v1/models", None, headers)
+            if answer.status_code < 500:
+                break
+        return answer
 
     @staticmethod
     def _is_split(body: dict[str, Any]) -> bool:
@@ -97,9 +100,11 @@ class Router:
             first.pop(key, None)
         return {**first, "kv_transfer_params": {"do_remote_decode": True}}
 
-    async def _send(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
+    async def _send(
+        self, verb: str, url: str, body: dict[str, Any] | None, headers: dict[str, str]
+    ) -> Response:
         """Send a request and return what comes, piece by piece where it is streamed."""
-        request = self._client.build_request("POST", url, json=body, headers=headers)
+        request = self._client.build_request(verb, url, json=body, headers=headers)
         try:
             found = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:

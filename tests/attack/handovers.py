@@ -154,7 +154,8 @@ class Router:
             assert (
                 not engine.scheduler.pyramid.chunks.loading and not engine.scheduler.pyramid.begun
             )
-            assert not side.in_scheduler._incoming._of_request
+            incoming = side.in_scheduler._incoming
+            assert not incoming._of_request and not incoming._loading
             worker = side._agent._of_worker.results()
             assert not worker.finished_sending and not worker.finished_recving
 

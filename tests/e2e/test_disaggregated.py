@@ -35,12 +35,15 @@ class StandIns:
 
     Attributes:
         asked: host and body of each request. first: what prefilling engines answer.
+        gone: hosts that do not answer.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.first: tuple[int, dict[str, Any]] = 200, self.length()
+        self.gone: set[str] = set()
         self.app = FastAPI()
+        self.app.add_api_route("/v1/models", self._models, methods=["GET"], response_model=None)
         for path in ROUTER["PATHS"]:
             self.app.add_api_route(path, self._answer, methods=["POST"], response_model=None)
 
@@ -48,6 +51,11 @@ class StandIns:
     def length(reason: str = "length", **own: Any) -> dict[str, Any]:
         choice = {"text": "one", "finish_reason": reason}
         return {"choices": [choice], "kv_transfer_params": {**TICKET, "kv_policy": "auto"}, **own}
+
+    async def _models(self, request: Request) -> Response:
+        if (host := str(request.url.hostname)) in self.gone:
+            raise httpx.ConnectError("gone")
+        return JSONResponse({"from": host})
 
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
@@ -71,13 +79,15 @@ def engines() -> StandIns:
 
 
 def ask(engines: StandIns, *bodies: Any, path: str = "/v1/completions") -> list[httpx.Response]:
-    """Send bodies to a router before two engines of each kind."""
+    """Send bodies, or a request without one, to a router before two engines of each kind."""
 
     async def run() -> list[httpx.Response]:
         inner = httpx.AsyncClient(transport=httpx.ASGITransport(engines.app))
         app = ROUTER["make_app"](["http://p1", "http://p2"], ["http://d1", "http://d2"], inner)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            if not bodies:
+                return [await client.get(path)]
             return [await client.post(path, content=json.dumps(body)) for body in bodies]
 
     return asyncio.run(run())
@@ -139,6 +149,18 @@ def test_what_the_first_engine_says_last(engines: StandIns) -> None:
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
     assert stream.text.startswith("data: one")
     assert [host for host, _ in engines.asked] == ["p1", "p1", "p2", "p2"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("gone", "answered"), [((), (200, "d1")), (("d1",), (200, "d2")), (("d1", "d2"), (502, None))]
+)
+def test_models_of_an_engine_that_answers(
+    engines: StandIns, gone: tuple[str, ...], answered: tuple[int, str | None]
+) -> None:
+    engines.gone |= {*gone}
+    (answer,) = ask(engines, path="/v1/models")
+    assert (answer.status_code, answer.json().get("from")) == answered
 
 
 @pytest.mark.cpu

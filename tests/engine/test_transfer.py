@@ -283,8 +283,8 @@ def _other_version(path: Path) -> None:
     ("damage", "label"),
     [
         (lambda head, part: head.unlink(), reasons.ABSENT),
-        (lambda head, part: _flip(head, 150), reasons.DAMAGED),
-        (lambda head, part: _other_version(head), reasons.DAMAGED),
+        (lambda head, part: _flip(head, 150), reasons.UNREAD),
+        (lambda head, part: _other_version(head), reasons.UNREAD),
         (lambda head, part: part.unlink(), reasons.UNREAD),
         (lambda head, part: _flip(part, 5000), reasons.UNREAD),
         (lambda head, part: part.write_bytes(part.read_bytes()[:-100]), reasons.UNREAD),
@@ -480,7 +480,7 @@ def test_an_answer_that_ends_by_itself_needs_no_other_engine(
     own = _params(stop_token_ids=plain.token_ids, extra_args={"kv_transfer_params": ticket})
     (found,) = engine.generate([prompt], own)
     assert found.token_ids == plain.token_ids
-    assert found.report["handed"]["because"] == reasons.WORDS[reasons.ENDS]
+    assert found.report["handed"]["because"] == reasons.WORDS[reasons.SHORT]
 
 
 @pytest.mark.parametrize("part", [True, False], ids=["loading", "pending"])

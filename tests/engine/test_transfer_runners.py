@@ -38,23 +38,25 @@ SETTINGS: dict[str, Any] = {
 LENGTHS, ANSWER = (70, 100, 64), 12
 
 
-def _waves() -> list[list[Any]]:
-    """Answers of one engine, then hand-overs to itself beside a request of its own."""
-    prompts = random_prompts(LENGTHS)
-    count = len(prompts)
+PROMPTS = random_prompts(LENGTHS)
+ALONE = [[prompt, greedy(ANSWER)] for prompt in PROMPTS]
+SENT = [[prompt, greedy(1, kv_transfer_params={"do_remote_decode": True})] for prompt in PROMPTS]
+
+
+def _with_tickets(first: int) -> list[Any]:
+    """Requests with the tickets of an engine's own requests, from that of a number."""
+    return [[prompt, greedy(ANSWER, ticket_of=first + at)] for at, prompt in enumerate(PROMPTS)]
+
+
+def _given(sent: list[dict[str, Any]]) -> list[Any]:
+    """Requests with the tickets that another engine gave."""
     return [
-        [[prompt, greedy(ANSWER)] for prompt in prompts],
-        [],
-        [[prompt, greedy(1, kv_transfer_params={"do_remote_decode": True})] for prompt in prompts],
-        [],
-        [[prompts[0], greedy(ANSWER)]],
-        [[prompt, greedy(ANSWER, ticket_of=count + at)] for at, prompt in enumerate(prompts)],
+        [prompt, greedy(ANSWER, kv_transfer_params=one["report"])]
+        for prompt, one in zip(PROMPTS, sent, strict=True)
     ]
 
 
-def _check(outputs: list[dict[str, Any]]) -> None:
-    count = len(LENGTHS)
-    alone, handed = outputs[:count], outputs[-count:]
+def _check(handed: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
     for one, other, length in zip(handed, alone, LENGTHS, strict=True):
         assert one["report"].pop("handed") == {"tokens": length}
         assert one["token_ids"] == other["token_ids"]
@@ -67,46 +69,67 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return models.write_model("transfer", tmp_path / "model")
 
 
-def _hand_over(
-    folder: Path, model: Path, triton: str | None = None, *, own: dict[str, Any], **env: str
+def _run(
+    folder: Path,
+    model: Path,
+    waves: list[list[Any]],
+    triton: str | None = None,
+    *,
+    own: dict[str, Any],
+    **env: str,
 ) -> dict[str, Any]:
-    """Run the waves in a process of its own, and check what they answer."""
+    """Run the waves in a process of its own, in an engine over the folder of states."""
     connector = {
         "kv_connector": "PyramidConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"folder": str(folder / "states")},
+        "kv_connector_extra_config": {"folder": str(folder / "states"), "ttl_s": 1000},
     }
     llm = {"model": str(model), **SETTINGS, "kv_transfer_config": connector, **own}
     child = Child(
-        folder / "child",
-        (llm, _waves()),
-        triton=triton,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        **env,
+        folder / "child", (llm, waves), triton=triton, VLLM_ENABLE_V1_MULTIPROCESSING="0", **env
     )
     try:
         (result,) = child.results()
     finally:
         child.kill()
-    _check(result["outputs"])
-    result["left"] = sorted(path.name for path in (folder / "states").iterdir())
     return result
 
 
-def test_two_ranks(tmp_path: Path, model: Path) -> None:
-    """Each rank sends and fetches its own heads' part of every block."""
-    own = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    result = _hand_over(tmp_path, model, own=own, VLLM_CPU_OMP_THREADS_BIND="nobind")
+def _left(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "states").iterdir())
+
+
+def test_ranks_of_other_numbers(tmp_path: Path, model: Path) -> None:
+    """One rank sends to two, these to themselves, and to one: tokens and reports are one engine's.
+
+    Each of the two has one of the KV heads in all blocks.
+    """
+    count, two = len(PROMPTS), {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    # A request behind those that are sent: the engine ends when it has ended, and they have gone.
+    first = _run(tmp_path, model, [ALONE, [], SENT, [], ALONE[:1]], own={})["outputs"]
+    alone, sent = first[:count], first[count : 2 * count]
+    waves = [_given(sent), [], SENT, [], _with_tickets(count), [], SENT, [], ALONE[:1]]
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    result = _run(tmp_path, model, waves, own=two, **env)
     assert len(result["ranks"]) == 2
-    assert not result["left"], "both parts are fetched once"
+    found = result["outputs"]
+    _check(found[:count], alone)
+    _check(found[2 * count : 3 * count], alone)
+    last = found[3 * count : 4 * count]
+    assert {one["report"]["pyramid_ranks"] for one in last} == {2}
+    assert len(_left(tmp_path)) == 3 * count, "a head and two parts of each"
+    _check(_run(tmp_path, model, [_given(last)], own={})["outputs"], alone)
+    assert not _left(tmp_path), "all parts are fetched once"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_second_runner(tmp_path: Path, model: Path, asynchronous: bool) -> None:
     """It takes the first token as a part of what is prefilled, without an addition of ours."""
-    result = _hand_over(
+    count = len(PROMPTS)
+    result = _run(
         tmp_path,
         model,
+        [ALONE, [], SENT, [], ALONE[:1], _with_tickets(count)],
         "attention",
         own={"async_scheduling": asynchronous, "enable_prefix_caching": asynchronous},
         TRITON_INTERPRET="1",
@@ -114,4 +137,5 @@ def test_the_second_runner(tmp_path: Path, model: Path, asynchronous: bool) -> N
         VLLM_USE_V2_MODEL_RUNNER="1",
     )
     assert "vllm_pyramid.worker.adapter_v2.AdapterV2" in result["runner"]
-    assert not result["left"]
+    _check(result["outputs"][-count:], result["outputs"][:count])
+    assert not _left(tmp_path)

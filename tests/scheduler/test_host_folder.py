@@ -20,7 +20,7 @@ from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.policy.presets import load_policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler import host_folder
-from vllm_pyramid.scheduler.host_folder import namespace_of
+from vllm_pyramid.scheduler.host_folder import namespace_of, namespace_of_engines
 from vllm_pyramid.scheduler.weight_samples import weight_samples
 
 pytestmark = pytest.mark.cpu
@@ -116,6 +116,23 @@ def test_what_changes_it(config: Any, monkeypatch: pytest.MonkeyPatch, change: A
     before = name_of(config)
     change(config, monkeypatch)
     assert name_of(config) != before
+
+
+def test_engines_of_other_ranks_share_a_name(config: Any) -> None:
+    """Their blocks differ in KV heads, which parts of a state name; not in tokens or types."""
+    settings = ServedSettings.of(config)
+    assert settings is not None
+    specs = make_scheduler(SETUP, 90).coordinator.layer_specs
+
+    def name(ranks: int, **own: Any) -> str:
+        config.parallel_config.tensor_parallel_size = ranks
+        return namespace_of_engines(config, settings, [replace(spec, **own) for spec in specs])
+
+    heads = specs[0].num_kv_heads
+    assert name(1) == name(2, num_kv_heads=2 * heads)
+    others = [{"head_size": 2 * specs[0].head_size}, {"dtype": torch.float16}]
+    others.append({"block_size": 2 * specs[0].block_size})
+    assert len({name(1), *(name(1, **own) for own in others)}) == 4
 
 
 def test_each_setting_of_images_changes_it(config: Any) -> None:

@@ -22,14 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_pyramid.plugin import register
 from vllm_pyramid.transfer.connector import PyramidConnector
 from vllm_pyramid.transfer.folder import FolderTransport
-from vllm_pyramid.transfer.orders import BlockOrder, TransferOrders
-from vllm_pyramid.transfer.wire import StateId
+from vllm_pyramid.transfer.states import BlockOrder, State, Ticket, TransferOrders
 from vllm_pyramid.transfer.workers import WorkerTransfers
 
 pytestmark = pytest.mark.cpu
 
 BLOCKS, PAGE = 12, 64
-STATE = StateId("0123456789abcdef" * 2, "namespace", "key")
+STATE = State(Ticket("0123456789abcdef" * 2), "namespace", "key")
 
 
 def test_it_is_registered_once() -> None:
@@ -72,11 +71,11 @@ def folder(tmp_path: Path) -> Iterator[FolderTransport]:
 
 
 def worker(transport: Any, seed: int, rank: int = 0) -> tuple[WorkerTransfers, torch.Tensor]:
-    """A worker with random pages."""
+    """A worker with random pages of two KV heads."""
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randint(0, 256, (BLOCKS, PAGE), dtype=torch.uint8, generator=generator)
-    found = WorkerTransfers(transport, rank, wait_s=0.2)
-    found.bind(pages)
+    found = WorkerTransfers(transport, rank, 1 + rank, 2 * (1 + rank), wait_s=0.2)
+    found.bind(pages, 2, PAGE // 2)
     return found, pages
 
 
@@ -105,7 +104,6 @@ def test_blocks_go_from_one_cache_into_another(folder: FolderTransport) -> None:
     assert torch.equal(target[filled], source[sent])
     others = [block for block in range(BLOCKS) if block not in filled]
     assert torch.equal(target[others], before[others])
-    assert folder.get(STATE.part_name(0), "", 1 << 20) is None, "it is dropped"
     for one in (sender, fetcher):
         one.close()
 
@@ -123,7 +121,7 @@ def test_blocks_may_come_later_than_they_are_waited_for(folder: FolderTransport)
 @pytest.mark.parametrize(
     "state", [STATE._replace(key="other"), STATE._replace(namespace="other")], ids=["key", "name"]
 )
-def test_blocks_of_another_state_are_not_written(folder: FolderTransport, state: StateId) -> None:
+def test_blocks_of_another_state_are_not_written(folder: FolderTransport, state: State) -> None:
     sender, _ = worker(folder, 0)
     fetcher, target = worker(folder, 1)
     before = target.clone()
@@ -154,8 +152,8 @@ def test_a_part_that_finds_no_room_is_not_waited_for(tmp_path: Path) -> None:
     sender, _ = worker(transport, 0)
     sender.start(TransferOrders(sent=[BlockOrder("p", STATE, [4, 5])]))
     results(sender)
-    fetcher = WorkerTransfers(transport, 0, wait_s=60.0)
-    fetcher.bind(torch.zeros(BLOCKS, PAGE, dtype=torch.uint8))
+    fetcher = WorkerTransfers(transport, 0, 1, 2, wait_s=60.0)
+    fetcher.bind(torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), 2, PAGE // 2)
     fetcher.start(TransferOrders(fetched=[BlockOrder("d", STATE, [1, 2])]))
     assert results(fetcher).failed_recving == {"d"}
     transport.close()
@@ -167,3 +165,75 @@ def test_what_never_comes_is_given_up(folder: FolderTransport) -> None:
     found.start(TransferOrders(fetched=[BlockOrder("d", STATE, [4])]))
     assert results(found).failed_recving == {"d"}
     assert time.monotonic() - begun > 0.2
+
+
+def share(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """What vLLM puts into the cache of a rank, of `[blocks, heads, ...]` of all."""
+    each = max(whole.shape[1] // ranks, 1)
+    first = rank * whole.shape[1] // ranks
+    return whole[:, first : first + each]
+
+
+@pytest.mark.parametrize(
+    ("tokens_first", "dtype"), [(False, torch.float8_e4m3fn), (True, torch.float32)]
+)
+@pytest.mark.parametrize(
+    ("theirs", "mine"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (8, 4), (4, 8)]
+)
+def test_ranks_of_other_numbers(
+    folder: FolderTransport, theirs: int, mine: int, tokens_first: bool, dtype: torch.dtype
+) -> None:
+    """Every rank gets its KV heads, wherever they are; 8 ranks hold each of 4 heads twice."""
+    heads, tokens, size = 4, 8, 6
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(BLOCKS, heads, tokens, size, generator=generator).to(dtype)
+    sent, filled = [3, 11, 0, 7], [8, 2, 5, 1]
+    state = STATE._replace(ticket=STATE.ticket._replace(ranks=theirs))
+
+    def start(rank: int, ranks: int, held: torch.Tensor) -> WorkerTransfers:
+        """A worker whose cache is `held`, `[blocks, heads, tokens, size]` in some order."""
+        found = WorkerTransfers(folder, rank, ranks, heads, wait_s=5.0)
+        in_memory = held.transpose(1, 2) if tokens_first else held
+        pages = in_memory.view(torch.uint8).view(BLOCKS, -1)
+        rows = 1 if tokens_first else tokens
+        found.bind(pages, held.shape[1], rows * size * held.element_size())
+        return found
+
+    def cache(of: torch.Tensor) -> torch.Tensor:
+        if not tokens_first:
+            return of.contiguous()
+        return of.transpose(1, 2).contiguous().transpose(1, 2)
+
+    senders = [start(rank, theirs, cache(share(whole, rank, theirs))) for rank in range(theirs)]
+    for one in senders:
+        one.start(TransferOrders(sent=[BlockOrder("p", state, sent)]))
+    for rank in range(mine):
+        target = cache(torch.zeros_like(share(whole, rank, mine)))
+        fetcher = start(rank, mine, target)
+        fetcher.start(TransferOrders(fetched=[BlockOrder("d", state, filled)]))
+        assert not results(fetcher).failed_recving
+        expected = share(whole, rank, mine)
+        assert torch.equal(target[filled].view(torch.uint8), expected[sent].view(torch.uint8))
+        others = [block for block in range(BLOCKS) if block not in filled]
+        assert not target[others].view(torch.uint8).any()
+        fetcher.close()
+    for one in senders:
+        assert results(one).finished_sending == {"p"}, "also a rank whose heads another sends"
+        one.close()
+
+
+def test_blocks_in_another_layout_are_not_written(folder: FolderTransport) -> None:
+    sender, _ = worker(folder, 0)
+    fetcher, target = worker(folder, 1)
+    fetcher.bind(target, 2, 1)  # a row of a head instead of all its rows
+    before = target.clone()
+    sender.start(TransferOrders(sent=[BlockOrder("p", STATE, [4, 5])]))
+    fetcher.start(TransferOrders(fetched=[BlockOrder("d", STATE, [1, 2])]))
+    assert results(fetcher).failed_recving == {"d"}
+    assert torch.equal(target, before)
+
+
+def test_a_block_with_other_heads_is_refused(folder: FolderTransport) -> None:
+    found = WorkerTransfers(folder, 0, 2, 4, wait_s=1.0)
+    with pytest.raises(RuntimeError, match="1 KV heads of 64 bytes where 2 were expected"):
+        found.bind(torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), 1, PAGE)

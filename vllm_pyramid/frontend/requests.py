@@ -26,7 +26,7 @@ from vllm_pyramid.policy.overrides import Layers
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, check_request
 from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.served_settings import ServedSettings
-from vllm_pyramid.transfer.ticket import check_params
+from vllm_pyramid.transfer.states import check_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor

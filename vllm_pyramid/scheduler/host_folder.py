@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def namespace_of_engines(
     """Return a name that engines on several hosts share, where they read one another's blocks.
 
     Paths and times of files may differ between hosts, and so may the models of their GPUs: the
-    numbers of two GPUs differ in their last bits, and the layout of a block does not.
+    numbers of two GPUs differ in their last bits, and the layout of a block does not. So may the
+    numbers of tensor-parallel ranks: each part of a state says which KV heads it has.
 
     Raises:
         ValueError: the weights cannot be told from others.
@@ -96,8 +98,10 @@ def namespace_of_engines(
     architecture = {**model.hf_config.to_dict(), "_name_or_path": None}
     on_cpu = current_platform.device_type == "cpu"
     weights = _weights(model, "--kv-transfer-config")
+    of_head = [replace(spec, num_kv_heads=1, num_head_slots=None) for spec in specs]
     facts = {
-        **_facts(config, settings, specs),
+        **_facts(config, settings, of_head),
+        "ranks": "any",
         "architecture": json.dumps(architecture, sort_keys=True, default=str),
         "weights": [one[:2] + one[3:] if isinstance(one, tuple) else one for one in weights],
         "quantization": str(model.quantization),

@@ -21,9 +21,9 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.host_folder import namespace_of_engines
 from vllm_pyramid.step.hooks import SchedulerHooks
 from vllm_pyramid.transfer.incoming import IncomingStates
-from vllm_pyramid.transfer.orders import TransferOrders
 from vllm_pyramid.transfer.outgoing import OutgoingStates
 from vllm_pyramid.transfer.settings import NAME, TransferSettings
+from vllm_pyramid.transfer.states import TransferOrders
 from vllm_pyramid.transfer.transport import make_transport
 from vllm_pyramid.transfer.workers import WorkerTransfers
 from vllm_pyramid.worker.host_pool import pages_of
@@ -32,21 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-class TransferReports(SchedulerHooks):
-    """What responses and metrics say of tickets."""
-
-    name = "handed"
-
-    def __init__(self, incoming: IncomingStates) -> None:
-        self._incoming = incoming
-
-    def on_request_finished(self, request_id: str) -> dict[str, Any]:
-        return self._incoming.ended(request_id)
-
-    def totals(self) -> dict[str, Any]:
-        return {self.name: dict(self._incoming.counts)} if self._incoming.counts else {}
 
 
 class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
@@ -68,14 +53,16 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = TransferSettings.of(vllm_config.kv_transfer_config)
         self._orders = TransferOrders()
         self._of_worker: WorkerTransfers | None = None
-        place = 0
-        if role == KVConnectorRole.WORKER:
-            rank = get_tensor_model_parallel_rank()
-            place = 1 + rank
-        self._transport = make_transport(self._settings, place)
-        if role == KVConnectorRole.WORKER:
-            wait_s = self._settings.wait_s
-            self._of_worker = WorkerTransfers(self._transport, place - 1, wait_s)
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        if role != KVConnectorRole.WORKER:
+            self._transport = make_transport(self._settings, 0)
+            return
+        rank = get_tensor_model_parallel_rank()
+        self._transport = make_transport(self._settings, 1 + rank)
+        num_heads = vllm_config.model_config.get_total_num_kv_heads()
+        self._of_worker = WorkerTransfers(
+            self._transport, rank, self._ranks, num_heads, self._settings.wait_s
+        )
 
     # In the scheduler -------------------------------------------------------------------------
 
@@ -85,21 +72,18 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(coordinator, LockstepCoordinator)
         config, settings = self._engine, self._settings
         namespace = namespace_of_engines(config, self._served, coordinator.layer_specs)
-        self._outgoing = OutgoingStates(coordinator, self._transport, namespace, settings.name)
+        self._outgoing = OutgoingStates(
+            coordinator, self._transport, namespace, settings.name, self._ranks
+        )
         self._incoming = IncomingStates(
-            coordinator,
-            settings,
-            self._transport,
-            namespace,
-            config.parallel_config.tensor_parallel_size,
-            config.model_config.max_model_len,
+            coordinator, settings, self._transport, namespace, config.model_config.max_model_len
         )
         coordinator.stores.put_first(self._incoming)
 
     @cached_property
     def scheduler_hooks(self) -> list[SchedulerHooks]:
         """The hooks that our scheduler calls (`compat.scheduler_points.connector_hooks`)."""
-        return [TransferReports(self._incoming)]
+        return [self._incoming]
 
     def on_new_request(self, request: Request) -> None:
         self._incoming.arrived(request)
@@ -134,7 +118,11 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         groups, count = self._caches.kv_cache_groups, self._caches.num_blocks
         (page_bytes,) = {group.kv_cache_spec.page_size_bytes for group in groups}
         pages = pages_of([*kv_caches.values()], count, page_bytes, "--kv-transfer-config")
-        self._of_worker.bind(pages)
+        cache = next(iter(kv_caches.values()))  # [P, G, N, 2 D]
+        _, heads, tokens, size = cache.shape
+        layout = self._engine.cache_config.get_resolved_kv_cache_layout()
+        rows = tokens if layout.is_block_contiguous else 1  # of a head that lie together
+        self._of_worker.bind(pages, heads, rows * size * cache.element_size())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

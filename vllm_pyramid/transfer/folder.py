@@ -51,13 +51,11 @@ class FolderTransport:
             descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        with open(descriptor, "rb", buffering=0) as file:
+        with open(descriptor, "rb") as file:
             if (size := os.fstat(descriptor).st_size) > largest:
                 raise DamagedFileError("it is too large")
-            data, end = memoryview(bytearray(size)), 0
-            while end < size and (count := file.readinto(data[end:])):
-                end += count
-            return data[:end]
+            data = memoryview(bytearray(size))
+            return data[: file.readinto(data)]
 
     def drop(self, name: str, peer: str) -> None:
         with suppress(OSError):

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -22,20 +21,21 @@ from vllm_pyramid.kv_cache.new_blocks import begin_tables
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy.schedules import PromptEndSchedule
+from vllm_pyramid.step.hooks import SchedulerHooks
 from vllm_pyramid.step.limited_log import LimitedLog
 from vllm_pyramid.transfer import reasons
-from vllm_pyramid.transfer.orders import BlockOrder
 from vllm_pyramid.transfer.settings import TransferSettings
-from vllm_pyramid.transfer.ticket import FETCH, Ticket, asks
-from vllm_pyramid.transfer.transport import Transport
-from vllm_pyramid.transfer.wire import (
-    LARGEST_HEAD,
+from vllm_pyramid.transfer.states import (
+    FETCH,
+    BlockOrder,
     MismatchError,
-    StateHead,
-    StateId,
+    State,
+    Ticket,
+    asks,
+    given_back,
     request_key,
-    unpack_head,
 )
+from vllm_pyramid.transfer.transport import Transport
 
 logger = init_logger(f"vllm.{__name__}")
 _THREADS = 4
@@ -60,31 +60,35 @@ class _Incoming:
     """A request with a ticket.
 
     Attributes:
-        ticket: None if it cannot be read. because: why the request computes its prompt; empty
-            while it may still begin with the state, or has.
-        state: what the state has to be. head: being fetched. hit: the state, when it is there.
+        ticket: of a state that the other engine may still drop. because: why the request computes
+            its prompt; empty while it may still begin with the state, or has.
+        state: what the state has to be. head: its first token, being fetched. hit: the state, when
+            it is there.
         has_begun: whether the request has tables for it. is_loaded: whether these are filled.
     """
 
     ticket: Ticket | None
     because: str = ""
-    state: StateId | None = None
-    head: Future[memoryview | None] | None = None
+    state: State | None = None
+    head: Future[int | None] | None = None
     hit: IncomingHit | None = None
     has_begun: bool = False
     is_loaded: bool = False
 
 
-class IncomingStates(CacheStore[IncomingHit]):
+class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
     """The states that one engine fetches: their requests' tables begin with tails alone.
 
+    Responses and metrics say what became of tickets.
+
     Args:
-        namespace: see `StateId`. ranks: parts of a state.
+        namespace: see `State`.
 
     Attributes:
-        orders: of the next step. counts: requests with tickets that have ended, by reason.
+        orders: of the next step.
     """
 
+    name = "handed"
     shares = False
     loads_later = True
 
@@ -94,16 +98,16 @@ class IncomingStates(CacheStore[IncomingHit]):
         settings: TransferSettings,
         transport: Transport,
         namespace: str,
-        ranks: int,
         max_model_len: int,
     ) -> None:
         self._coordinator, self._settings, self._transport = coordinator, settings, transport
-        self._namespace, self._ranks, self._max_model_len = namespace, ranks, max_model_len
+        self._namespace, self._max_model_len = namespace, max_model_len
         self._log = LimitedLog(logger.warning)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-heads")
         self._of_request: dict[str, _Incoming] = {}
+        self._loading: dict[str, _Incoming] = {}  # until the workers have ended
         self.orders: list[BlockOrder] = []
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     # A request's way --------------------------------------------------------------------------
 
@@ -117,14 +121,12 @@ class IncomingStates(CacheStore[IncomingHit]):
         incoming = _Incoming(Ticket.parse(params))
         self._of_request[request.request_id] = incoming
         ticket, plan = incoming.ticket, self._coordinator.plans.of(request.request_id)
-        if not self._settings.fetches:
-            self._give_up(request.request_id, incoming, reasons.ROLE)
-        elif ticket is None or not self._knows(ticket):
+        if ticket is None or not self._knows(ticket):
             incoming.ticket = None
             self._give_up(request.request_id, incoming, reasons.TICKET)
         elif why := reasons.why_itself(request, served, self._max_model_len):
             self._give_up(request.request_id, incoming, why)
-            self._drop(ticket)
+            self._drop(incoming)
         else:
             assert isinstance(plan, RetentionPlan) and request.prompt_token_ids is not None
             if served.policy.schedule.waits_for_orders:
@@ -132,9 +134,8 @@ class IncomingStates(CacheStore[IncomingHit]):
                 policy = served.policy.model_copy(update={"schedule": PromptEndSchedule()})
                 served = served._replace(policy=policy)
             key = request_key(served, plan.estimate(), request.prompt_token_ids)
-            state = incoming.state = StateId(ticket.state, self._namespace, key)
-            get = self._transport.get
-            incoming.head = self._threads.submit(get, state.head_name, ticket.peer, LARGEST_HEAD)
+            state = incoming.state = State(ticket, self._namespace, key)
+            incoming.head = self._threads.submit(state.fetch_head, self._transport)
 
     def matched(self, request_id: str) -> tuple[int | None, bool]:
         """Return the tokens that `lookup` found, as vLLM's `get_num_new_matched_tokens`."""
@@ -157,28 +158,25 @@ class IncomingStates(CacheStore[IncomingHit]):
         return incoming.hit
 
     def _read_head(self, request: Request, record: SchedulerRequest, incoming: _Incoming) -> None:
-        assert incoming.head is not None and incoming.state is not None
-        assert isinstance(record.plan, RetentionPlan)
-        why, detail, head = "", "", StateHead(0, 0)
+        assert incoming.head is not None and isinstance(record.plan, RetentionPlan)
+        why, detail, token = reasons.ABSENT, "", None
         try:
-            if (data := incoming.head.result()) is None:
-                why = reasons.ABSENT
-            else:
-                head = unpack_head(incoming.state, data)
+            token = incoming.head.result()
         except MismatchError as error:
             why, detail = reasons.DIFFERS, str(error)
         except DamagedFileError as error:
-            why, detail = reasons.DAMAGED, str(error)
+            why, detail = reasons.UNREAD, str(error)
         except OSError as error:
             why, detail = reasons.UNREACHABLE, str(error)
-        if not why and head.tokens != record.plan.prompt_len:
-            why = reasons.DIFFERS
-        if not why and reasons.ends_answer(request, head.first_token):
-            why = reasons.ENDS
-        if why:
+        if token is None:
+            incoming.ticket = None  # gone, or of another request
             self._give_up(request.request_id, incoming, why, detail)
-            return
-        incoming.hit = IncomingHit(head.tokens, record.plan.estimate(), head.first_token)
+        elif reasons.ends_answer(request, token):
+            self._give_up(request.request_id, incoming, reasons.SHORT)
+            self._drop(incoming)
+        else:
+            plan = record.plan
+            incoming.hit = IncomingHit(plan.prompt_len, plan.estimate(), token)
 
     def answer(self, hit: IncomingHit) -> Sequence[int]:
         return (hit.first_token,)
@@ -192,18 +190,15 @@ class IncomingStates(CacheStore[IncomingHit]):
         *,
         capped: bool,
     ) -> int:
-        rows = cdiv(num_tokens, self._coordinator.layer_blocks.largest)
-        return int((rows - self._heads(hit)).sum())
+        size = self._coordinator.layer_blocks.largest
+        return int((cdiv(num_tokens, size) - given_back(hit.plan, size)).sum())
 
     def enter(self, request_id: str, record: SchedulerRequest, hit: IncomingHit) -> None:
         """Begin the tables of a request as if it had evicted; the connector fills the blocks."""
-        if record.num_blocks:
-            raise RuntimeError(
-                f"request {request_id} has {record.num_blocks} blocks already, where its tables "
-                "begin; report this"
-            )
         coordinator, incoming = self._coordinator, self._of_request[request_id]
-        rows, heads = cdiv(hit.tokens, coordinator.layer_blocks.largest), self._heads(hit)
+        assert incoming.state is not None
+        size = coordinator.layer_blocks.largest
+        rows, heads = cdiv(hit.tokens, size), given_back(hit.plan, size)
         counts = rows - heads
         own = begin_tables(
             coordinator.block_pool,
@@ -218,37 +213,34 @@ class IncomingStates(CacheStore[IncomingHit]):
         coordinator.counters.held_blocks += counts
         coordinator.counters.skipped_tokens += hit.plan.skip_after(hit.plan.end_number)
         incoming.has_begun = True
-        assert incoming.state is not None and incoming.ticket is not None
+        self._loading[request_id] = incoming
         blocks = [block.block_id for blocks in own for block in blocks]
-        self.orders.append(BlockOrder(request_id, incoming.state, blocks, incoming.ticket.peer))
-
-    def _heads(self, hit: IncomingHit) -> np.ndarray:
-        skip = hit.plan.skip_after(hit.plan.end_number).astype(np.int64)
-        heads: np.ndarray = skip // self._coordinator.layer_blocks.largest
-        return heads
+        self.orders.append(BlockOrder(request_id, incoming.state, blocks))
 
     def fetched(self, request_id: str, *, failed: bool) -> None:
         """Note that the workers have a state's blocks, or that one of them could not read them."""
-        if (incoming := self._of_request.get(request_id)) is None:
-            return  # it was aborted meanwhile
+        incoming = self._loading.pop(request_id)
         incoming.is_loaded = not failed
-        if failed:
+        self._drop(incoming)
+        if failed and request_id in self._of_request:  # it may have been aborted meanwhile
             self._give_up(request_id, incoming, reasons.UNREAD)
 
-    def ended(self, request_id: str) -> dict[str, object]:
-        """Forget a request, and return what its report says of its ticket."""
+    def on_request_finished(self, request_id: str) -> dict[str, Any]:
         if (incoming := self._of_request.pop(request_id, None)) is None:
             return {}
-        if incoming.ticket is not None and not incoming.because and not incoming.has_begun:
-            self._drop(incoming.ticket)  # it was aborted before it began
+        if not incoming.has_begun:  # else the workers read what would be dropped
+            self._drop(incoming)
         loaded = incoming.is_loaded and not incoming.because
-        self.counts[incoming.because or (reasons.LOADED if loaded else reasons.ABORTED)] += 1
-        said: dict[str, object] = {"tokens": 0}
+        self._counts[incoming.because or (reasons.LOADED if loaded else reasons.ABORTED)] += 1
+        said: dict[str, Any] = {"tokens": 0}
         if loaded and incoming.hit is not None:
             said["tokens"] = incoming.hit.tokens
         elif incoming.because:
             said["because"] = reasons.WORDS[incoming.because]
-        return {"handed": said}
+        return {self.name: said}
+
+    def totals(self) -> dict[str, Any]:
+        return {self.name: dict(self._counts)} if self._counts else {}
 
     def close(self) -> None:
         """End the threads."""
@@ -258,16 +250,17 @@ class IncomingStates(CacheStore[IncomingHit]):
 
     def _knows(self, ticket: Ticket) -> bool:
         if self._settings.folder is not None:
-            return not ticket.peer
-        return ticket.peer in self._settings.peers
+            return self._settings.fetches and not ticket.peer
+        return self._settings.fetches and ticket.peer in self._settings.peers
 
     def _give_up(self, request_id: str, incoming: _Incoming, why: str, detail: str = "") -> None:
         incoming.because, incoming.hit = why, None
         text = f"{reasons.WORDS[why]} ({detail})" if detail else reasons.WORDS[why]
         self._log(why, "request %s computes its prompt itself: %s", request_id, text)
 
-    def _drop(self, ticket: Ticket) -> None:
-        """Let the other engine drop a state that no request needs."""
-        names = [f"{ticket.state}.{part}" for part in ("head", *range(self._ranks))]
-        drop = self._transport.drop
-        self._threads.submit(lambda: [drop(name, ticket.peer) for name in names])
+    def _drop(self, incoming: _Incoming) -> None:
+        """Let the other engine drop a state that the request needs no more, once."""
+        ticket, incoming.ticket = incoming.ticket, None
+        if ticket is not None:
+            drop = self._transport.drop
+            self._threads.submit(lambda: [drop(name, ticket.peer) for name in ticket.names])

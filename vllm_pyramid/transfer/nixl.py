@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """States over NIXL: vLLM's agent for RDMA and its like, in place of TCP.
 
-The engine that prefills copies the parts of its states into memory that its agent has registered.
-Over TCP it says where a part is; the agent of the decoding engine reads it there. Heads are small
-and travel over TCP.
+The engine that prefills copies the parts of its states into memory of its host that its agent has
+registered once. Over TCP it says where a part is; the agent of the decoding engine reads it there.
+Heads are small and travel over TCP.
 
-    GET NAME of a part     {"agent": base64, "address": ..., "bytes": ...}, as JSON
+    GET NAME of a part     address, bytes, metadata of the agent
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from errno import EIO, ENOSPC, ETIMEDOUT
+from struct import Struct
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -26,37 +25,9 @@ from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
 from vllm_pyramid.transfer.settings import TransferSettings
 from vllm_pyramid.transfer.tcp import TcpTransport, is_head
 
+_PLACE = Struct("<QQ")  # the address and the bytes of a part, which its agent's metadata follow
 _LARGEST_PLACE = 1 << 16
 _POLL_S = 0.0005
-
-
-class _Place(NamedTuple):
-    """Where a part is.
-
-    Attributes:
-        agent: metadata of the agent that has it. address: in that agent's process.
-    """
-
-    agent: bytes
-    address: int
-    num_bytes: int
-
-    def pack(self) -> memoryview:
-        agent = b64encode(self.agent).decode()
-        told = {"agent": agent, "address": self.address, "bytes": self.num_bytes}
-        return memoryview(json.dumps(told).encode())
-
-    @classmethod
-    def parse(cls, data: memoryview) -> _Place:
-        """Raise DamagedFileError for anything but what `pack` returns."""
-        try:
-            told = json.loads(bytes(data))
-            place = cls(b64decode(told["agent"]), told["address"], told["bytes"])
-        except (ValueError, TypeError, KeyError):
-            raise DamagedFileError("it does not say where it is") from None
-        if not all(type(one) is int and one > 0 for one in place[1:]):
-            raise DamagedFileError("it does not say where it is")
-        return place
 
 
 class _Read(NamedTuple):
@@ -124,12 +95,12 @@ class NixlTransport(TcpTransport):
             self._agent = _new_agent()
             if settings.sends:
                 self._memory = _SharedMemory(settings.limit_bytes)
-                self._agent.register_memory(_whole(self._memory.data, ("",)), "DRAM")
+                self._agent.register_memory([(*_whole(self._memory.data), "")], "DRAM")
                 self._metadata: bytes = self._agent.get_agent_metadata()
                 self._known[self._metadata] = self._agent.name  # an engine may be its own peer
         super().__init__(settings, place)
 
-    def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+    def put(self, name: str, pieces: Sequence[memoryview], *more: Any) -> None:
         num_bytes = sum(piece.nbytes for piece in pieces)
         if is_head(name) or not num_bytes:
             super().put(name, pieces)
@@ -140,58 +111,55 @@ class NixlTransport(TcpTransport):
         for piece in pieces:
             memory.data[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
             at += piece.nbytes
-        place = _Place(self._metadata, memory.data.ctypes.data + start, num_bytes)
-        self.serve(name, [place.pack()], 0, lambda: memory.free(start))
+        place = _PLACE.pack(memory.data.ctypes.data + start, num_bytes) + self._metadata
+        super().put(name, [memoryview(place)], 0, lambda: memory.free(start))
 
     def get(self, name: str, peer: str, largest: int) -> memoryview | None:
         if is_head(name):
             return super().get(name, peer, largest)
-        told = super().get(name, peer, _LARGEST_PLACE)
-        if told is None:
+        if (told := super().get(name, peer, _LARGEST_PLACE)) is None:
             return None
-        place = _Place.parse(told)
-        if place.num_bytes > largest:
+        if len(told) <= _PLACE.size:
+            raise DamagedFileError("it does not say where it is")
+        address, num_bytes = _PLACE.unpack_from(told)
+        if not 0 < num_bytes <= largest:
             raise DamagedFileError("it is too large")
-        data = np.empty(place.num_bytes, np.uint8)
+        data = np.empty(num_bytes, np.uint8)
         try:
-            self._read(place, data)
+            self._read(bytes(told[_PLACE.size :]), address, data)
         except OSError:
             raise
         except Exception as error:  # the agent's own kinds
             raise OSError(EIO, f"NIXL could not read {name} of {peer}: {error!r}") from error
         return data.data
 
-    def _read(self, place: _Place, data: np.ndarray) -> None:
-        """Fill `data` with what is at a place of another process."""
+    def _read(self, metadata: bytes, address: int, data: np.ndarray) -> None:
+        """Fill `data` with what is at an address of another agent's process."""
         agent = self._agent
         with self._lock:
             self._late = [read for read in self._late if not self._ended(read)]
-            if (remote := self._known.get(place.agent)) is None:
-                remote = self._known[place.agent] = agent.add_remote_agent(place.agent)
-            registered = agent.register_memory(_whole(data, ("",)), "DRAM")
-        try:
-            with self._lock:
-                mine = agent.get_xfer_descs(_whole(data), "DRAM")
-                theirs = agent.get_xfer_descs([(place.address, place.num_bytes, 0)], "DRAM")
+            if (remote := self._known.get(metadata)) is None:
+                remote = self._known[metadata] = agent.add_remote_agent(metadata)
+            registered = agent.register_memory([(*_whole(data), "")], "DRAM")
+            try:
+                mine = agent.get_xfer_descs([_whole(data)], "DRAM")
+                theirs = agent.get_xfer_descs([(address, data.nbytes, 0)], "DRAM")
                 handle = agent.initialize_xfer("READ", mine, theirs, remote)
                 agent.transfer(handle)
-        except Exception:  # nothing is under way
-            with self._lock:
+            except Exception:  # nothing is under way
                 agent.deregister_memory(registered)
-            raise
+                raise
         read, end = _Read(handle, registered, data), time.monotonic() + self._wait_s
-        while not (ended := self._ends(read)) and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        if not ended:
+        while True:
             with self._lock:
-                self._late.append(read)
-            raise OSError(ETIMEDOUT, f"NIXL read nothing in {self._wait_s:g} s")
+                if ended := self._ended(read):
+                    break
+                if time.monotonic() > end:
+                    self._late.append(read)
+                    raise OSError(ETIMEDOUT, f"NIXL read nothing in {self._wait_s:g} s")
+            time.sleep(_POLL_S)
         if ended != "DONE":
             raise OSError(EIO, f"NIXL's transfer ended as {ended}")
-
-    def _ends(self, read: _Read) -> str:
-        with self._lock:
-            return self._ended(read)
 
     def _ended(self, read: _Read) -> str:
         """Return how a read has ended, and let go of its memory; empty while it is under way."""
@@ -218,6 +186,6 @@ def _new_agent() -> Any:
     return nixl_utils.NixlWrapper(f"pyramid-{secrets.token_hex(8)}", config)
 
 
-def _whole(data: np.ndarray, more: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the agent's description of an array: address, bytes, device, and a label."""
-    return [(data.ctypes.data, data.nbytes, 0, *more)]
+def _whole(data: np.ndarray) -> tuple[int, int, int]:
+    """Return the agent's description of an array: address, bytes, and device."""
+    return data.ctypes.data, data.nbytes, 0

@@ -11,10 +11,16 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.step.limited_log import LimitedLog
-from vllm_pyramid.transfer.orders import BlockOrder
-from vllm_pyramid.transfer.ticket import SEND, Ticket, asks
+from vllm_pyramid.transfer.states import (
+    SEND,
+    BlockOrder,
+    State,
+    Ticket,
+    asks,
+    given_back,
+    request_key,
+)
 from vllm_pyramid.transfer.transport import Transport
-from vllm_pyramid.transfer.wire import StateHead, StateId, pack_head, request_key
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -23,7 +29,7 @@ class OutgoingStates:
     """The states that one engine sends.
 
     Args:
-        peer: of its tickets, see `Ticket`. namespace: see `StateId`.
+        namespace: see `State`. peer, ranks: see `Ticket`.
 
     Attributes:
         orders: of the next step.
@@ -35,9 +41,10 @@ class OutgoingStates:
         transport: Transport,
         namespace: str,
         peer: str,
+        ranks: int,
     ) -> None:
         self._coordinator, self._transport = coordinator, transport
-        self._namespace, self._peer = namespace, peer
+        self._namespace, self._peer, self._ranks = namespace, peer, ranks
         self._log = LimitedLog(logger.error)
         self.orders: list[BlockOrder] = []
 
@@ -60,12 +67,11 @@ class OutgoingStates:
             return False, None
         if request.prompt_token_ids is None or record.is_ordered:
             return False, None
-        ticket = Ticket.new(self._peer)
+        ticket = Ticket.new(self._peer, self._ranks)
         key = request_key(served, plan, request.prompt_token_ids)
-        state = StateId(ticket.state, self._namespace, key)
-        head = StateHead(plan.prompt_len, int(request.output_token_ids[0]))
+        state = State(ticket, self._namespace, key)
         try:
-            self._transport.put(state.head_name, pack_head(state, head))
+            state.put_head(self._transport, int(request.output_token_ids[0]))
         except OSError as error:
             self._log("head", "no ticket for request %s: %s", request.request_id, error)
             return False, None
@@ -75,8 +81,7 @@ class OutgoingStates:
     def _tails(self, request: Request, plan: RetentionPlan) -> list[int]:
         """Return the ids of the blocks that hold what a prompt keeps, of all layers in turn."""
         size = self._coordinator.layer_blocks.largest
-        rows = -(-plan.prompt_len // size)
-        heads = (plan.skip_after(plan.end_number) // size).tolist()
+        rows, heads = -(-plan.prompt_len // size), given_back(plan, size).tolist()
         tables = self._coordinator.layout.tables(request.request_id)
         found = [table[head:rows] for table, head in zip(tables, heads, strict=True)]
         blocks = [block for tail in found for block in tail]

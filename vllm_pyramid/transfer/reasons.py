@@ -7,19 +7,19 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.policy.request import ServedRequest
 
-LOADED = "loaded"
-ROLE, TICKET, ABSENT, UNREACHABLE = "role", "ticket", "absent", "unreachable"
-DAMAGED, DIFFERS, ENDS = "damaged", "differs", "ends"
-UNREAD, PREEMPTED = "unread", "preempted"
+LOADED, PREEMPTED = "loaded", "preempted"
+TICKET, ABSENT, UNREACHABLE, UNREAD = "ticket", "absent", "unreachable", "unread"
+DIFFERS, SHORT = "differs", "short"
 WORDS = {
-    ROLE: "this engine fetches no states (kv_role kv_producer)",
-    TICKET: "its ticket cannot be read, or names an engine that is not among the peers",
+    TICKET: (
+        "its ticket cannot be read or names an engine that is not among the peers, or this engine "
+        "fetches no states (kv_role kv_producer)"
+    ),
     ABSENT: "there is no such state: another request has fetched it, or its time is over",
     UNREACHABLE: "the engine that has the state cannot be reached",
-    DAMAGED: "the head of the state is damaged",
+    UNREAD: "the state is damaged, or its blocks did not come in time",
     DIFFERS: "the state is of another model, version, prompt, policy or budget",
-    ENDS: "its first token ends the answer",
-    UNREAD: "the blocks of the state could not be read",
+    SHORT: "its answer has one token, or ends with the first",
     PREEMPTED: "it was preempted, and its prompt was computed again",
     "logprobs": "log probabilities are not handed over",
     "grammar": "its first token has to follow a grammar",
@@ -28,11 +28,9 @@ WORDS = {
     "inputs": "it has images or embeddings",
     "turns": "it is a turn of a conversation that resumes (kv_turn_mode is not exact)",
     "uncached": "it asks for nothing from a cache",
-    "short": "its answer has one token",
 }
 # Of a request that ended before it began.
 ABORTED = "aborted"
-LABELS = (LOADED, ABORTED, *WORDS)
 
 
 def why_itself(request: Request, served: ServedRequest, max_model_len: int) -> str | None:
@@ -45,26 +43,22 @@ def why_itself(request: Request, served: ServedRequest, max_model_len: int) -> s
         A label of `WORDS`; None if it can.
     """
     params = request.sampling_params
-    if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+    if params is None:
         return "inputs"
-    if request.mm_features:
-        return "inputs"
+    is_text = request.prompt_token_ids is not None and request.prompt_embeds is None
     of_tokens = params.logprobs, params.prompt_logprobs, params.logprob_token_ids
-    if any(one is not None for one in of_tokens):
-        return "logprobs"
-    if request.use_structured_output:
-        return "grammar"
-    if params.seed is not None and params.temperature > 0:
-        return "seed"
-    if params.thinking_token_budget is not None:
-        return "thinking"
-    if served.resumed_turns is not None:
-        return "turns"
-    if request.skip_reading_prefix_cache:
-        return "uncached"
-    if request.max_tokens <= 1 or request.num_prompt_tokens + 1 >= max_model_len:
-        return "short"
-    return None
+    is_short = request.max_tokens <= 1 or request.num_prompt_tokens + 1 >= max_model_len
+    found = {
+        "inputs": not is_text or request.mm_features,
+        "logprobs": any(one is not None for one in of_tokens),
+        "grammar": request.use_structured_output,
+        "seed": params.seed is not None and params.temperature > 0,
+        "thinking": params.thinking_token_budget is not None,
+        "turns": served.resumed_turns is not None,
+        "uncached": request.skip_reading_prefix_cache,
+        SHORT: is_short,
+    }
+    return next((label for label, holds in found.items() if holds), None)
 
 
 def ends_answer(request: Request, token: int) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 NAME = "PyramidConnector"
 _KEYS = ("folder", "listen", "peers", "nixl", "ttl_s", "wait_s", "limit_gib")
-_WHERE = f"kv_connector_extra_config of {NAME}"
 
 
 class Address(NamedTuple):
@@ -32,13 +31,13 @@ class Address(NamedTuple):
         """
         host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
         is_number = port.isascii() and port.isdecimal()
-        if not host or not is_number or not 0 < int(port) < 1 << 16:
-            raise ValueError(f"{_WHERE}: {what} must be HOST:PORT, not {text!r}")
-        if host in ("0.0.0.0", "::", "[::]"):
-            raise ValueError(
-                f"{_WHERE}: {what} {text!r} names no host: give the address by which the decoding "
-                "engines reach this one"
-            )
+        is_address = host and is_number and 0 < int(port) < 1 << 16
+        _check(is_address, f"{what} must be HOST:PORT, not {text!r}")
+        _check(
+            host not in ("0.0.0.0", "::", "[::]"),
+            f"{what} {text!r} names no host: give the address by which the decoding engines reach "
+            "this one",
+        )
         return cls(host.strip("[]"), int(port))
 
 
@@ -76,29 +75,22 @@ class TransferSettings:
         Raises:
             ValueError: naming the wrong key.
         """
-        given, sends = config.kv_connector_extra_config or {}, bool(config.is_kv_producer)
-        fetches = bool(config.is_kv_consumer)
-        if unknown := sorted(given.keys() - {*_KEYS}):
-            raise ValueError(f"{_WHERE} has no key {unknown[0]!r}: use {', '.join(_KEYS)}")
+        given, role = config.kv_connector_extra_config or {}, config.kv_role
+        sends, fetches = bool(config.is_kv_producer), bool(config.is_kv_consumer)
+        unknown = sorted(given.keys() - {*_KEYS})
+        _check(not unknown, f"there is no key {unknown[:1]}: use {', '.join(_KEYS)}")
         folder, listen, peers = given.get("folder"), given.get("listen"), given.get("peers", [])
-        if folder is not None and (not isinstance(folder, str) or not folder):
-            raise ValueError(f"{_WHERE}: folder must be a path, not {folder!r}")
-        if not isinstance(peers, list):
-            raise ValueError(f"{_WHERE}: peers must be a list of HOST:PORT, not {peers!r}")
-        if folder is not None and (listen is not None or peers):
-            raise ValueError(f"{_WHERE} has folder and an address: leave one of them out")
-        if not isinstance(nixl := given.get("nixl", False), bool) or (nixl and folder is not None):
-            raise ValueError(
-                f"{_WHERE}: nixl must be true or false, and needs addresses, no folder"
-            )
-        if folder is None and sends and listen is None:
-            raise ValueError(
-                f"{_WHERE}: an engine that sends states ({config.kv_role}) needs folder or listen"
-            )
-        if folder is None and fetches and not sends and not peers:
-            raise ValueError(
-                f"{_WHERE}: an engine that fetches states ({config.kv_role}) needs folder or peers"
-            )
+        nixl, is_path = given.get("nixl", False), isinstance(folder, str) and folder
+        _check(folder is None or is_path, f"folder must be a path, not {folder!r}")
+        _check(isinstance(peers, list), f"peers must be a list of HOST:PORT, not {peers!r}")
+        has_address = listen is not None or peers
+        _check(
+            not (is_path and has_address), "folder and an address are given: leave one of them out"
+        )
+        is_right = isinstance(nixl, bool) and not (nixl and is_path)
+        _check(is_right, "nixl must be true or false, and needs addresses, no folder")
+        what, found = ("listen", listen is not None) if sends else ("peers", peers)
+        _check(is_path or found, f"an engine with kv_role {role} needs folder or {what}")
         return cls(
             folder,
             None if listen is None else Address.parse(listen, "listen"),
@@ -115,6 +107,11 @@ class TransferSettings:
 
 def _positive(given: Mapping[str, Any], key: str, default: float) -> float:
     value = given.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise ValueError(f"{_WHERE}: {key} must be a positive number, not {value!r}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _check(is_number and 0 < value < 1e9, f"{key} must be a positive number, not {value!r}")
     return float(value)
+
+
+def _check(is_right: Any, problem: str) -> None:
+    if not is_right:
+        raise ValueError(f"kv_connector_extra_config of {NAME}: {problem}")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import ENOSPC
+from io import BufferedReader
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class _Served(NamedTuple):
     end: float
     pieces: Sequence[memoryview]
     num_bytes: int
-    release: Callable[[], None]
+    release: Callable[[], object]
 
 
 def is_head(name: str) -> bool:
@@ -51,11 +52,7 @@ def is_head(name: str) -> bool:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Serves what is in a dictionary, and drops what nobody fetches.
-
-    Attributes:
-        states: by name.
-    """
+    """Serves what is in `states`, by name, and drops what no engine fetches."""
 
     allow_reuse_address, daemon_threads, block_on_close = True, True, False
 
@@ -70,11 +67,8 @@ class _Server(socketserver.ThreadingTCPServer):
             where = f"{address.host}:{address.port}"
             raise OSError(error.errno, f"no states can be served at {where}: {error}") from None
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._open.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._open.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -139,39 +133,33 @@ class TcpTransport:
             serve = self._server.serve_forever
             threading.Thread(target=serve, daemon=True, name="kv-states").start()
 
-    def put(self, name: str, pieces: Sequence[memoryview]) -> None:
-        self.serve(name, pieces, sum(piece.nbytes for piece in pieces), lambda: None)
-
-    def serve(
+    def put(
         self,
         name: str,
         pieces: Sequence[memoryview],
-        num_bytes: int,
-        release: Callable[[], None],
+        num_bytes: int | None = None,
+        release: Callable[[], object] = lambda: None,
     ) -> None:
-        """Serve pieces until they are dropped; see `_Served`.
-
-        Raises:
-            OSError: there is no room for them.
-        """
+        """See `Transport.put` and `_Served`; `num_bytes` are those of the pieces if not given."""
         assert self._server is not None, "it sends nothing"
+        if num_bytes is None:
+            num_bytes = sum(piece.nbytes for piece in pieces)
         with self._server.lock:
             states = self._server.states
             used = sum(served.num_bytes for served in states.values())
             if used + num_bytes > self._limit:
                 raise OSError(ENOSPC, f"states of {used} bytes wait, of {self._limit} at most")
             self._server.drop(name)
-            end = time.monotonic() + self._ttl_s
-            states[name] = _Served(end, pieces, num_bytes, release)
+            states[name] = _Served(time.monotonic() + self._ttl_s, pieces, num_bytes, release)
 
     def get(self, name: str, peer: str, largest: int) -> memoryview | None:
-        with self._ask("GET", name, peer) as connection:
-            (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+        with self._ask("GET", name, peer) as connection, connection.makefile("rb") as file:
+            length = int.from_bytes(_read(file, _LENGTH.size), "little")
             if length == _NOTHING:
                 return None
             if length > largest:
                 raise DamagedFileError("it is too large")
-            return _receive(connection, length)
+            return _read(file, length)
 
     def drop(self, name: str, peer: str) -> None:
         with suppress(OSError):
@@ -197,11 +185,8 @@ class TcpTransport:
         return connection
 
 
-def _receive(connection: socket.socket, count: int) -> memoryview:
+def _read(file: BufferedReader, count: int) -> memoryview:
     data = memoryview(bytearray(count))
-    start = 0
-    while start < count:
-        if not (received := connection.recv_into(data[start:])):
-            raise DamagedFileError(f"it ends after {start} of {count} bytes")
-        start += received
+    if (end := file.readinto(data)) < count:
+        raise DamagedFileError(f"it ends after {end} of {count} bytes")
     return data

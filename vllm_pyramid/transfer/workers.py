@@ -6,7 +6,6 @@ them. Threads do it beside the steps, which touch none of these blocks meanwhile
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import Lock
@@ -16,11 +15,16 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
-from vllm_pyramid.kv_cache.bundle_file import DamagedFileError, file_bytes
+from vllm_pyramid.kv_cache.bundle_file import DamagedFileError, sealed
 from vllm_pyramid.step.limited_log import LimitedLog
-from vllm_pyramid.transfer.orders import BlockOrder, TransferOrders
+from vllm_pyramid.transfer.states import (
+    BlockOrder,
+    MismatchError,
+    TransferOrders,
+    heads_of,
+    sources,
+)
 from vllm_pyramid.transfer.transport import Transport
-from vllm_pyramid.transfer.wire import MismatchError, pack_part, unpack_part
 
 logger = init_logger(f"vllm.{__name__}")
 _THREADS = 4
@@ -31,21 +35,40 @@ class WorkerTransfers:
     """The transfers of one worker.
 
     Args:
-        transport: of the worker's process. rank: of the worker.
+        transport: of the worker's process. rank: of the worker. ranks: tensor-parallel.
+        num_heads: KV heads of a layer, on all ranks together.
         wait_s: seconds for which it waits for the blocks of a state.
     """
 
-    def __init__(self, transport: Transport, rank: int, wait_s: float) -> None:
+    def __init__(
+        self, transport: Transport, rank: int, ranks: int, num_heads: int, wait_s: float
+    ) -> None:
         self._transport, self._rank, self._wait_s = transport, rank, wait_s
+        self._num_heads, self._heads = num_heads, heads_of(rank, ranks, num_heads)
+        (self._sender, _), *_ = sources(self._heads, ranks, num_heads)  # of ranks with these heads
         self._log = LimitedLog(logger.error)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-blocks")
         self._lock, self._done = Lock(), KVConnectorTransferResults()
-        self._pages: torch.Tensor | None = None
+        self._pages = torch.empty(0)
         self._stream: torch.cuda.Stream | None = None
 
-    def bind(self, pages: torch.Tensor) -> None:
-        """Take the cache, `[blocks, bytes]`, which has been allocated, perhaps again."""
-        self._pages = pages
+    def bind(self, pages: torch.Tensor, num_heads: int, head_bytes: int) -> None:
+        """Take the cache, `[blocks, bytes]`, which has been allocated, perhaps again.
+
+        Args:
+            num_heads: KV heads of a block. head_bytes: of one, as they lie together: of all tokens,
+                or of one.
+
+        Raises:
+            RuntimeError: a block has other heads.
+        """
+        if num_heads != len(self._heads) or pages.shape[1] % (num_heads * head_bytes):
+            raise RuntimeError(
+                f"blocks of {pages.shape[1]} bytes have {num_heads} KV heads of {head_bytes} bytes "
+                f"where {len(self._heads)} were expected: leave --kv-transfer-config out, and "
+                "report this"
+            )
+        self._pages = pages.view(len(pages), -1, num_heads, head_bytes)
         if pages.device.type == "cuda":
             self._stream = torch.cuda.Stream(pages.device)
 
@@ -70,28 +93,27 @@ class WorkerTransfers:
         self._threads.shutdown(cancel_futures=True)
 
     def _send(self, order: BlockOrder, after: Any) -> None:
-        state, name = order.state, order.state.part_name(self._rank)
+        state, rank = order.state, self._rank
         try:
-            with self._beside(after):
-                pages, ids = self._chosen(order.blocks)
-                content = pages.index_select(0, ids).cpu().numpy()
-            pieces = pack_part(state, self._rank, len(order.blocks), content)
-            self._transport.put(name, pieces)
+            if rank == self._sender:
+                with self._beside(after):
+                    content = self._pages.index_select(0, self._ids(order)).cpu().numpy()
+                part = state.part(self._heads.start, len(content), self._layout)
+                self._transport.put(state.ticket.name(rank), sealed(part.begin(), content))
         except Exception as error:  # its blocks are free either way
             self._log("send", "the state of request %s is not sent: %r", order.request_id, error)
             with suppress(Exception):  # an empty part is damaged: no engine waits for it
-                self._transport.put(name, [])
+                self._transport.put(state.ticket.name(rank), [])
         with self._lock:
             self._done.finished_sending.add(order.request_id)
 
     def _fetch(self, order: BlockOrder, after: Any) -> None:
-        failed = True
+        failed, end = True, time.monotonic() + self._wait_s
         try:
             with self._beside(after):
-                pages, ids = self._chosen(order.blocks)
-                content = self._content(order, pages.shape[1])
-                found = torch.frombuffer(content, dtype=torch.uint8).view(len(order.blocks), -1)
-                pages.index_copy_(0, ids, found.to(pages.device))
+                ids = self._ids(order)
+                for rank, theirs in sources(self._heads, order.state.ticket.ranks, self._num_heads):
+                    self._write(ids, theirs, self._content(order, rank, theirs, end))
                 if self._stream is not None:
                     self._stream.synchronize()
             failed = False
@@ -99,40 +121,44 @@ class WorkerTransfers:
             self._log("fetch", "request %s computes its prompt itself: %s", order.request_id, error)
         except Exception as error:
             self._log("bug", "request %s computes its prompt itself: %r", order.request_id, error)
-        self._drop(order)
         with self._lock:
             self._done.finished_recving.add(order.request_id)
             if failed:
                 self._done.failed_recving.add(order.request_id)
 
-    def _content(self, order: BlockOrder, page_bytes: int) -> memoryview:
-        """Wait for this rank's part of a state, and return its blocks.
+    def _content(self, order: BlockOrder, rank: int, heads: range, end: float) -> torch.Tensor:
+        """Wait for a part of a state, and return its blocks, `[blocks, ..., heads, bytes]`.
 
         Raises:
             TimeoutError: it has not come in time. OSError, DamagedFileError, MismatchError: as
-                of `Transport.get` and `unpack_part`.
+                of `State.fetch`.
         """
-        state, end = order.state, time.monotonic() + self._wait_s
-        count, size = len(order.blocks), len(order.blocks) * page_bytes
-        largest = file_bytes(state.begin(self._rank, count), size)
+        count, (_, pieces, _, head_bytes) = len(order.blocks), self._pages.shape
+        shape = count, pieces, len(heads), head_bytes
+        part = order.state.part(heads.start, count, self._layout)
+        num_bytes = torch.Size(shape).numel()
         while True:
-            data = self._transport.get(state.part_name(self._rank), order.peer, largest)
-            if data is not None:
-                return unpack_part(state, self._rank, count, size, data)
+            found = order.state.fetch(self._transport, rank, part, num_bytes)
+            if found is not None:
+                return torch.frombuffer(found, dtype=torch.uint8).view(shape)
             if time.monotonic() > end:
                 raise TimeoutError(f"the blocks of its state did not come in {self._wait_s:g} s")
             time.sleep(_POLL_S)
 
-    def _drop(self, order: BlockOrder) -> None:
-        names: Sequence[str] = [order.state.part_name(self._rank)]
-        if self._rank == 0:
-            names = [order.state.head_name, *names]
-        for name in names:
-            self._transport.drop(name, order.peer)
+    def _write(self, ids: torch.Tensor, theirs: range, content: torch.Tensor) -> None:
+        """Write those KV heads of a part that this rank has."""
+        mine = self._heads
+        first, end = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+        found = content[:, :, first - theirs.start : end - theirs.start].to(self._pages.device)
+        self._pages[:, :, first - mine.start : end - mine.start].index_copy_(0, ids, found)
 
-    def _chosen(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._pages is not None, "vLLM registers the caches before the first step"
-        return self._pages, torch.tensor(blocks, dtype=torch.int64, device=self._pages.device)
+    @property
+    def _layout(self) -> str:
+        """How the KV heads of a block lie in its memory, which all parts of a state share."""
+        return f"{self._pages.shape[1]} times {self._pages.shape[3]} bytes"
+
+    def _ids(self, order: BlockOrder) -> torch.Tensor:
+        return torch.tensor(order.blocks, dtype=torch.int64, device=self._pages.device)
 
     def _beside(self, after: Any) -> AbstractContextManager[Any]:
         """Work on a stream beside the steps', behind what these have launched by now."""

@@ -15,98 +15,150 @@ from vllm_pyramid.kv_cache.bundle_file import FORMAT, DamagedFileError, sealed
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import for_request
 from vllm_pyramid.transfer.settings import TransferSettings
-from vllm_pyramid.transfer.ticket import Ticket, asks, check_params
-from vllm_pyramid.transfer.wire import (
-    LARGEST_HEAD,
+from vllm_pyramid.transfer.states import (
     MismatchError,
-    StateHead,
-    StateId,
-    pack_head,
-    pack_part,
+    State,
+    Ticket,
+    asks,
+    check_params,
+    heads_of,
     request_key,
-    unpack_head,
-    unpack_part,
+    sources,
 )
 
 pytestmark = pytest.mark.cpu
 
-STATE = StateId("0123456789abcdef" * 2, "namespace", "key")
-HEAD = StateHead(tokens=131_072, first_token=17)
+STATE = State(Ticket("0123456789abcdef" * 2, "", 2), "namespace", "key")
 BLOCKS = bytes(range(256)) * 4
+LAYOUT = "1 times 128 bytes"
 
 
-def joined(pieces: list[memoryview]) -> memoryview:
-    return memoryview(b"".join(pieces))
+class Memory:
+    """A transport within the test."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+
+    def put(self, name: str, pieces: Any) -> None:
+        self.held[name] = b"".join(pieces)
+
+    def get(self, name: str, peer: str, largest: int) -> memoryview | None:
+        found = self.held.get(name)
+        if found is not None and len(found) > largest:
+            raise DamagedFileError("it is too large")
+        return None if found is None else memoryview(found)
+
+    def drop(self, name: str, peer: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
-def test_what_is_packed_is_unpacked() -> None:
-    head = joined(pack_head(STATE, HEAD))
-    assert len(head) < LARGEST_HEAD
-    assert unpack_head(STATE, head) == HEAD
-    part = joined(pack_part(STATE, 3, 8, BLOCKS))
-    assert bytes(unpack_part(STATE, 3, 8, len(BLOCKS), part)) == BLOCKS
+@pytest.fixture
+def memory() -> Memory:
+    """A head, and the part of rank 1, whose first KV head is 3."""
+    found = Memory()
+    STATE.put_head(found, 70_000)
+    found.put(STATE.ticket.name(1), sealed(STATE.part(3, 8, LAYOUT).begin(), BLOCKS))
+    return found
 
 
-def test_any_change_or_cut_is_noticed() -> None:
-    head, part = joined(pack_head(STATE, HEAD)), joined(pack_part(STATE, 0, 8, BLOCKS))
+def part_of(
+    memory: Memory, state: State = STATE, first_head: int = 3, blocks: int = 8, layout: str = LAYOUT
+) -> memoryview | None:
+    return state.fetch(memory, 1, state.part(first_head, blocks, layout), len(BLOCKS))
+
+
+def test_what_is_put_is_fetched(memory: Memory) -> None:
+    assert [*memory.held] == [STATE.ticket.names[0], STATE.ticket.names[2]]
+    assert STATE.fetch_head(memory) == 70_000
+    found = part_of(memory)
+    assert found is not None
+    assert bytes(found) == BLOCKS
+    assert STATE.fetch(memory, 0, STATE.part(0, 8, LAYOUT), len(BLOCKS)) is None
+    assert STATE.fetch_head(Memory()) is None
+
+
+def test_any_change_or_cut_is_noticed(memory: Memory) -> None:
     source = random.Random(0)
-    for data in (head, part):
+    for name, data in [*memory.held.items()]:
+        others = [data[:length] for length in (0, 1, 17, 18, 40, len(data) - 33, len(data) - 1)]
         for at in [*range(40), *source.sample(range(len(data)), 100)]:
             changed = bytearray(data)
             changed[at] ^= 1 << source.randrange(8)
+            others.append(bytes(changed))
+        for other in (*others, data + b"x"):
+            memory.held[name] = other
             with pytest.raises(DamagedFileError):
-                unpack_head(STATE, memoryview(changed))
-            with pytest.raises(DamagedFileError):
-                unpack_part(STATE, 0, 8, len(BLOCKS), memoryview(changed))
-        for length in [0, 1, 17, 18, 40, len(data) - 33, len(data) - 1]:
-            with pytest.raises(DamagedFileError):
-                unpack_head(STATE, data[:length])
-            with pytest.raises(DamagedFileError):
-                unpack_part(STATE, 0, 8, len(BLOCKS), data[:length])
+                STATE.fetch_head(memory) if name.endswith("head") else part_of(memory)
 
 
-def test_another_version_is_not_read() -> None:
-    data = bytearray(joined(pack_head(STATE, HEAD)))
+def test_another_version_is_not_read(memory: Memory) -> None:
+    data = bytearray(memory.held[STATE.ticket.name("head")])
     assert data[12] == FORMAT
     data[12] += 1
+    memory.held[STATE.ticket.name("head")] = bytes(data)
     with pytest.raises(DamagedFileError, match="another format"):
-        unpack_head(STATE, memoryview(data))
+        STATE.fetch_head(memory)
 
 
 @pytest.mark.parametrize(
-    ("other", "rank", "blocks", "reason"),
+    ("changed", "reason"),
     [
-        (STATE._replace(namespace="other"), 0, 8, "model, version"),
-        (STATE._replace(key="other"), 0, 8, "prompt, policy"),
-        (STATE._replace(state="f" * 32), 0, 8, "prompt, policy"),
-        (STATE, 1, 8, "prompt, policy"),
-        (STATE, 0, 7, "prompt, policy"),
+        ({"state": STATE._replace(namespace="nomespace")}, "model, version"),
+        ({"state": STATE._replace(key="yek")}, "prompt, policy"),
+        ({"first_head": 2}, "prompt, policy"),
+        ({"blocks": 7}, "prompt, policy"),
+        ({"layout": "128 times 1 bytes"}, "layout of blocks"),
     ],
 )
-def test_another_state_is_refused(other: StateId, rank: int, blocks: int, reason: str) -> None:
-    part = joined(pack_part(STATE, 0, 8, BLOCKS))
+def test_another_part_is_refused(memory: Memory, changed: Any, reason: str) -> None:
     with pytest.raises(MismatchError, match=reason):
-        unpack_part(other, rank, blocks, len(BLOCKS), part)
+        part_of(memory, **changed)
+
+
+def test_another_head_is_refused(memory: Memory) -> None:
+    """Also one of another number of ranks than the ticket says."""
+    for other in (
+        STATE._replace(namespace="nomespace"),
+        STATE._replace(key="yek"),
+        STATE._replace(ticket=STATE.ticket._replace(ranks=3)),
+    ):
+        with pytest.raises(MismatchError):
+            other.fetch_head(memory)
+    name = STATE.ticket.name("head")
+    memory.held["f" * 32 + ".head"] = memory.held[name]
     with pytest.raises(MismatchError):
-        unpack_head(STATE, part)
+        STATE._replace(ticket=Ticket("f" * 32, "", 2)).fetch_head(memory)
 
 
-def test_blocks_of_another_size_are_refused() -> None:
-    part = joined(pack_part(STATE, 0, 8, BLOCKS))
-    with pytest.raises(DamagedFileError, match="1024 bytes of blocks, not 1000"):
-        unpack_part(STATE, 0, 8, 1000, part)
+def test_blocks_of_another_size_are_refused(memory: Memory) -> None:
+    with pytest.raises(DamagedFileError, match="1024 bytes, not 1040"):
+        STATE.fetch(memory, 1, STATE.part(3, 8, LAYOUT), 1040)
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("ranks", "heads"),
     [
-        *(b"", b"[]", b"{}", b"\xff", b'{"tokens": 3}', b'{"tokens": -1, "first_token": 2}'),
-        *(b'{"tokens": "3", "first_token": 2}', b'{"tokens": true, "first_token": 2}'),
+        (1, [range(4)]),
+        (2, [range(2), range(2, 4)]),
+        (4, [range(1), range(1, 2), range(2, 3), range(3, 4)]),
+        (8, [range(head, head + 1) for head in (0, 0, 1, 1, 2, 2, 3, 3)]),
     ],
 )
-def test_a_head_with_another_content_is_damaged(content: bytes) -> None:
-    with pytest.raises(DamagedFileError):
-        unpack_head(STATE, joined(sealed(STATE.begin(-1, 0), content)))
+def test_ranks_have_heads_as_in_vllm(ranks: int, heads: list[range]) -> None:
+    """With more ranks than heads, `QKVParallelLinear` gives neighbours the same one."""
+    assert [heads_of(rank, ranks, 4) for rank in range(ranks)] == heads
+
+
+@pytest.mark.parametrize("theirs", [1, 2, 4, 8])
+@pytest.mark.parametrize("mine", [1, 2, 4, 8])
+def test_each_head_comes_from_one_rank(mine: int, theirs: int) -> None:
+    for rank in range(mine):
+        heads = heads_of(rank, mine, 4)
+        found = [*sources(heads, theirs, 4)]
+        assert all(held == heads_of(source, theirs, 4) for source, held in found)
+        held = [head for _, one in found for head in one if head in heads]
+        assert held == [*heads]
 
 
 def test_a_key_names_prompt_policy_budget_and_spans() -> None:
@@ -134,9 +186,9 @@ def test_a_key_names_prompt_policy_budget_and_spans() -> None:
 
 
 def test_a_ticket_survives_the_client() -> None:
-    ticket = Ticket.new("10.0.0.1:7700")
+    ticket = Ticket.new("10.0.0.1:7700", 4)
     assert Ticket.parse({**ticket.as_params(), "kv_policy": "auto"}) == ticket
-    assert Ticket.new("").state != Ticket.new("").state
+    assert Ticket.new("", 1).state != Ticket.new("", 1).state
     assert asks(ticket.as_params(), "do_remote_prefill")
     assert not asks(ticket.as_params(), "do_remote_decode")
 
@@ -154,7 +206,13 @@ def test_a_state_has_a_number_for_a_name(state: Any) -> None:
 
 def test_a_peer_is_a_text() -> None:
     assert Ticket.parse({"pyramid_state": "a" * 32, "pyramid_peer": ["10.0.0.1", 1]}) is None
-    assert Ticket.parse({"pyramid_state": "a" * 32}) == Ticket("a" * 32, "")
+    assert Ticket.parse({"pyramid_state": "a" * 32}) == Ticket("a" * 32, "", 1)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 257, True, "2", 2.0, None, [1]])
+def test_ranks_are_a_small_number(ranks: Any) -> None:
+    """A client's number leads to as many ports."""
+    assert Ticket.parse({"pyramid_state": "a" * 32, "pyramid_ranks": ranks}) is None
 
 
 @pytest.mark.parametrize("params", [None, 3, "do_remote_decode", [], {"do_remote_decode": 1}])
@@ -199,7 +257,7 @@ def test_settings_of_each_role() -> None:
     [
         ("kv_both", {}, "needs folder or listen"),
         ("kv_consumer", {}, "needs folder or peers"),
-        ("kv_both", {"foldr": "x"}, "no key 'foldr'"),
+        ("kv_both", {"foldr": "x"}, r"no key \['foldr'\]"),
         ("kv_both", {"folder": ""}, "must be a path"),
         ("kv_both", {"folder": "x", "listen": "a:1"}, "leave one of them out"),
         ("kv_consumer", {"folder": "x", "peers": ["a:1"]}, "leave one of them out"),
