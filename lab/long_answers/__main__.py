@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -48,8 +49,8 @@ def prompt_of(tokenizer: Any, table: Table) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def answer(args: argparse.Namespace, variant: Variant) -> list[dict[str, Any]]:
-    """Answer all tables with one policy and each budget in this process; return a row for each."""
+def answer(args: argparse.Namespace, variant: Variant) -> None:
+    """Answer all tables with one policy in this process, and print a row for each budget."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from transformers import AutoConfig, AutoTokenizer
     from vllm import SamplingParams
@@ -86,48 +87,44 @@ def answer(args: argparse.Namespace, variant: Variant) -> list[dict[str, Any]]:
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     preempted = preemptions(scheduler)
-    rows = []
-    for budget in budgets:
-        own = {} if budget is None else {"extra_args": {"kv_budget": budget}}
-        done: dict[int, Any] = {}
+    for group in [[budget] for budget in budgets] if args.count else [budgets]:
+        done: dict[str, Any] = {}
         running: list[int] = []
         preempted.clear()
-        for index, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+        for budget, (index, text) in product(group, enumerate(texts)):
+            own = {} if budget is None else {"extra_args": {"kv_budget": budget}}
             params = SamplingParams(
-                temperature=0, max_tokens=limit, ignore_eos=bool(args.count), **own
+                temperature=0, max_tokens=limits[index], ignore_eos=args.count, **own
             )
             engine.add_request(f"{budget}-{index}", {"prompt_token_ids": text}, params)
         while engine.has_unfinished_requests():
             outputs = engine.step()
             running.append(len(scheduler.running))
-            for output in outputs:
-                if output.finished:
-                    done[int(output.request_id.rpartition("-")[2])] = output
-        answers = [done[index].outputs[0] for index in range(len(tables))]
-        row = {
-            "policy": variant.label,
-            "budget": budget,
-            "tables": len(tables),
-            "rows": args.rows,
-            "prompt_tokens": round(mean(map(len, texts))),
-            "answer_tokens": round(mean(len(answer.token_ids) for answer in answers)),
-            "steps": len(running),
-        }
-        if args.count:
-            row["preemptions"] = len(preempted)
-            row["at_once"] = [round(mean(running), 2), max(running)]
-        else:
-            scored = [table.score(a.text) for table, a in zip(tables, answers, strict=True)]
-            shares = [share for share, _ in scored]
-            right = Figure.of("right", shares)
-            row["right"] = [round(share, 3) for share in (right.score, right.low, right.high)]
-            row["first_wrong"] = round(mean(first for _, first in scored), 1)
-            if args.out is not None:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row | {"answers": [a.text for a in answers]}) + "\n")
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
+            done |= {output.request_id: output.outputs[0] for output in outputs if output.finished}
+        for budget in group:
+            answers = [done[f"{budget}-{index}"] for index in range(len(tables))]
+            row = {
+                "policy": variant.label,
+                "budget": budget,
+                "tables": len(tables),
+                "rows": args.rows,
+                "prompt_tokens": round(mean(map(len, texts))),
+                "answer_tokens": round(mean(len(answer.token_ids) for answer in answers)),
+            }
+            if args.count:
+                row["steps"], row["preemptions"] = len(running), len(preempted)
+                row["at_once"] = [round(mean(running), 2), max(running)]
+            else:
+                scored = [table.score(a.text) for table, a in zip(tables, answers, strict=True)]
+                right = Figure.of("right", [share for share, _ in scored])
+                row["right"] = [
+                    round(share or 0.0, 3) for share in (right.score, right.low, right.high)
+                ]
+                row["first_wrong"] = round(mean(first for _, first in scored), 1)
+                if args.out is not None:
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row | {"answers": [a.text for a in answers]}) + "\n")
+            print(json.dumps(row), flush=True)
 
 
 def main() -> None:

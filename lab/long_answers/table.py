@@ -9,50 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 COLUMNS = ("order", "customer", "city", "product", "quantity", "price")
-NAMES = (
-    "Anna",
-    "Boris",
-    "Clara",
-    "David",
-    "Elena",
-    "Felix",
-    "Greta",
-    "Henry",
-    "Irene",
-    "Jonas",
-    "Karin",
-    "Lukas",
-    "Maria",
-    "Nora",
-)
-CITIES = (
-    "Berlin",
-    "Lisbon",
-    "Oslo",
-    "Madrid",
-    "Vienna",
-    "Dublin",
-    "Athens",
-    "Warsaw",
-    "Prague",
-    "Rome",
-    "Paris",
-    "Zurich",
-)
-PRODUCTS = (
-    "lamp",
-    "chair",
-    "table",
-    "clock",
-    "radio",
-    "mirror",
-    "carpet",
-    "pillow",
-    "kettle",
-    "basket",
-    "candle",
-    "ladder",
-)
+NAMES = "Anna Boris Clara David Elena Felix Greta Henry Irene Jonas Karin Lukas Maria Nora"
+CITIES = "Berlin Lisbon Oslo Madrid Vienna Dublin Athens Warsaw Prague Rome Paris Zurich"
+PRODUCTS = "lamp chair table clock radio mirror carpet pillow kettle basket candle ladder"
 OPENING = "```jsonl\n"  # of the answer; part of the prompt
 
 
@@ -71,9 +30,9 @@ class Table:
             [
                 (
                     order,
-                    draw.choice(NAMES),
-                    draw.choice(CITIES),
-                    draw.choice(PRODUCTS),
+                    draw.choice(NAMES.split()),
+                    draw.choice(CITIES.split()),
+                    draw.choice(PRODUCTS.split()),
                     draw.randint(1, 99),
                     draw.randint(100, 99_999) / 100,
                 )
