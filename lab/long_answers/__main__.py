@@ -78,7 +78,7 @@ def answer(args: argparse.Namespace, variant: Variant) -> None:
         max_num_batched_tokens=2048,
         max_num_seqs=args.at_once,
         enforce_eager=True,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=args.memory,
         num_gpu_blocks_override=int(whole * blocks) + 1,
         enable_prefix_caching=False,
         **settings,
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24, help="of a table, about 45 tokens each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=8, help="requests in a step, at most")
+    parser.add_argument("--memory", type=float, default=0.3, help="share of the machine's")
     parser.add_argument("--count", action="store_true", help="steps and preemptions; see above")
     parser.add_argument("--out", type=Path, help="rows with their answers are added to this file")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
