@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a model; default: the built-in one")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tables", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=24, help="of a table, about 45 tokens each")
+    parser.add_argument("--rows", type=int, default=40, help="of a table, some 25 tokens each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=8, help="requests in a step, at most")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the machine's")

@@ -28,6 +28,6 @@ def test_right_rows_count_at_any_place_and_lines_at_theirs() -> None:
     assert TABLE.score("\n\n".join([*lines[:2], *lines[3:]])) == (0.8, 2)
     assert TABLE.score("\n".join([lines[0], lines[1][:-9], *lines[2:]])) == (0.8, 1)
     assert TABLE.score("\n".join(lines[:3])) == (0.6, 3)
-    wrong = json.dumps(json.loads(lines[0]) | {"price": "1.5"})
+    wrong = json.dumps(json.loads(lines[0]) | {"order": str(TABLE.rows[0][0])})
     assert TABLE.score("\n".join([wrong, *lines[1:]])) == (0.8, 0)
     assert TABLE.score("") == (0.0, 0)
