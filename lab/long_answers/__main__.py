@@ -10,8 +10,8 @@ the mean number of lines before the first that is wrong, of `rows`.
 
 With `--count` answers have as many tokens as the right ones and are not scored: `steps`,
 `preemptions` and `at_once` (requests that ran in a step: the mean and the most) of serving all
-tables from a pool for POOL of their requests, whole. These counts follow from lengths, so any model
-with as many layers gives them; without `--model`, the built-in one.
+tables from a pool for POOL of their requests, whole. These counts follow from lengths, under
+pressure from scores too. Without `--model`, the built-in one serves.
 
 Each policy runs in a process of its own, with all its budgets.
 """
