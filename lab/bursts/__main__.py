@@ -67,6 +67,18 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
     return list(accumulate(map(drawn.expovariate, rates)))
 
 
+def preemptions(scheduler: Any) -> list[str]:
+    """Return a list to which the scheduler adds each request that it preempts from now on."""
+    preempt, preempted = scheduler._preempt_request, list[str]()
+
+    def noted(request: Any, *call: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *call, **kwargs)
+
+    scheduler._preempt_request = noted
+    return preempted
+
+
 def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]:
     """Serve all requests with one engine in this process; return the measurements."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -91,14 +103,7 @@ def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]
     )
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, 0
-
-    def counted(*call: Any, **kwargs: Any) -> Any:
-        nonlocal preempted
-        preempted += 1
-        return preempt(*call, **kwargs)
-
-    scheduler._preempt_request = counted
+    preempted = preemptions(scheduler)
     params = SamplingParams(
         temperature=0,
         max_tokens=args.answer,
@@ -161,7 +166,7 @@ def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]
         "first_median_s": round(median(firsts), 3),
         "first_p95_s": round(firsts[int(0.95 * (len(firsts) - 1))], 3),
         "token_p95_s": round(tokens[int(0.95 * (len(tokens) - 1))], 4),
-        "preemptions": preempted,
+        "preemptions": len(preempted),
         "evicted": sum(bool(report.get("evicted_tokens")) for report in reports),
         "lost_share": round(mean(report.get("lost_share", 0.0) for report in reports), 4),
         "lost_nats": round(mean(lost.values()), 4),

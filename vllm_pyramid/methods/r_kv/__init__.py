@@ -14,8 +14,7 @@ is generated.
   alone.
 - **Cost.** The last `window` queries of each request before an eviction are kept apart from the
   cache: `--max-num-seqs` x layers x `window` x heads x head size numbers. Redundancy compares all
-  pairs of keys that may be evicted; on a CPU, a key that has a similar one among the latest is
-  compared with no earlier ones.
+  pairs of keys that may be evicted; on a CPU each pair once, and only until a similar key is found.
 """
 
 from __future__ import annotations
@@ -135,8 +134,8 @@ def redundancy_of(keys: torch.Tensor, threshold: float) -> torch.Tensor:
 def latest_similar(unit: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return the place of the latest other key that is similar to each key: `[G, T]` int64.
 
-    0 where there is none, as in the authors' code. The latest keys are looked at first: on a CPU, a
-    key for which one was found is compared with no others.
+    0 where there is none, as in the authors' code. The latest keys are looked at first. On a CPU
+    two keys are compared once at most, and not if both have found one.
 
     Args:
         unit: `[G, T, D]` keys of length 1.
@@ -146,22 +145,49 @@ def latest_similar(unit: torch.Tensor, threshold: float) -> torch.Tensor:
     heads, tokens = unit.shape[:2]
     latest = torch.zeros(heads, tokens, dtype=torch.int64, device=unit.device)
     for head, own in enumerate(unit):
-        rows = torch.arange(tokens, device=unit.device)
-        for end in range(tokens, 0, -_TILE):
+        if unit.device.type == "cpu":
+            _find_latest(own, threshold, latest[head])
+            continue
+        for end in range(tokens, 0, -_TILE):  # the host does not wait for an answer
             start = max(end - _TILE, 0)
-            cosines = own[rows] @ own[start:end].T
+            cosines = own @ own[start:end].T
             columns = torch.arange(start, end, dtype=torch.float32, device=unit.device)
-            if unit.device.type != "cpu":  # the host does not wait for an answer
-                cosines[start:end].diagonal().fill_(-2.0)  # of keys with themselves
-                found = torch.where(cosines > threshold, columns, 0.0).amax(dim=-1).long()
-                latest[head] = torch.where(latest[head] > 0, latest[head], found)
-                continue
-            first, last = torch.searchsorted(rows, torch.tensor([start, end])).tolist()
-            cosines[torch.arange(first, last), rows[first:last] - start] = -2.0
-            similar = cosines.amax(dim=-1) > threshold
-            found = torch.where(cosines[similar] > threshold, columns, 0.0).amax(dim=-1)
-            latest[head, rows[similar]] = found.long()
-            rows = rows[~similar]
-            if not len(rows):
-                break
+            cosines[start:end].diagonal().fill_(-2.0)  # of keys with themselves
+            found = torch.where(cosines > threshold, columns, 0.0).amax(dim=-1).long()
+            latest[head] = torch.where(latest[head] > 0, latest[head], found)
     return latest
+
+
+def _find_latest(own: torch.Tensor, threshold: float, latest: torch.Tensor) -> None:
+    """Fill in what `latest_similar` returns of one head's keys, `[T, D]`.
+
+    keys     0 ... start ... end    the tile's keys are compared with one another; those without
+    tile           [         )      a similar one also with all before, those before that are
+    seeking  x x x                  seeking with the tile: a product both have is made once
+    """
+    import torch
+
+    places = torch.arange(len(own))
+    seeking = torch.ones(len(own), dtype=torch.bool)  # keys before the tile: none found behind
+
+    def note(cosines: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Note the latest similar column of each row; return which rows have one."""
+        similar = cosines.amax(dim=-1) > threshold
+        found = torch.where(cosines[similar] > threshold, columns, 0).amax(dim=-1)
+        latest[rows[similar]] = torch.maximum(latest[rows[similar]], found)
+        return similar
+
+    for end in range(len(own), 0, -_TILE):
+        start = max(end - _TILE, 0)
+        rows, tile = places[start:end][seeking[start:end]], places[start:end]
+        inside = own[rows] @ own[start:end].T
+        inside[torch.arange(len(rows)), rows - start] = -2.0  # of keys with themselves
+        lonely = rows[~note(inside, rows, tile)]
+        before, passed = places[:start][seeking[:start]], places[:start][~seeking[:start]]
+        if len(before):
+            cosines = own[before] @ own[start:end].T
+            seeking[before[note(cosines, before, tile)]] = False
+            if len(lonely):
+                note(cosines[:, lonely - start].T, lonely, before)
+        if len(passed) and len(lonely):
+            note(own[lonely] @ own[passed].T, lonely, passed)
