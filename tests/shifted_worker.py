@@ -16,6 +16,7 @@ import pytest
 import torch
 from vllm.model_executor.models.llama import LlamaModel
 
+from tests.kernels import table_twins
 from tests.kernels.every_kernel import contracts_of
 from tests.methods.views import cos_sin, made_up_centres
 from tests.plans import THINS
@@ -532,7 +533,7 @@ def order(
 def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     of_names = {"gather_tables": triton_tables, "lane_rows": triton_lanes}
     for name, module in (*of_names.items(), ("lane_slots", triton_lanes)):
-        in_pytorch = getattr(module, f"{name}_reference")
+        in_pytorch = getattr(table_twins, name)
         monkeypatch.setattr(module, name, device.launch(in_pytorch))
 
 

@@ -21,9 +21,9 @@ from tests.scheduler.test_scheduler_machine import (
     OVERRIDES,
     SALTS,
     SPANS,
-    VARIANTS,
     SchedulerMachine,
 )
+from tests.scheduler.variants import VARIANTS
 
 # A rule and its arguments.
 Operation = tuple[str, dict[str, Any]]

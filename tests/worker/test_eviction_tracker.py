@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.plans import plan_for
 from tests.steps import make_tracker, the_hooks
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.plan import DeferredPlan, Eviction, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, Eviction, Plan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 from vllm_pyramid.policy.request_keys import RequestKeys
@@ -33,6 +33,10 @@ OVERRIDES: list[dict[str, Any] | None] = [
     {"kv_budget": "80%"},
     {"somebody_else": 1},
 ]
+
+
+Prompt = tuple[int, dict[str, Any] | None]  # its length, and settings of the request
+LATER = load_policy("h2o", 24, {"interval": 16})
 
 
 def make(name: str = "pyramidkv", budget: str | int = "25%") -> tuple[Policy, EvictionTracker]:
@@ -57,14 +61,20 @@ def test_a_step_stays_as_it_was_when_the_next_one_begins() -> None:
     assert before.all() and (step.skips == before).all()
 
 
-@settings(max_examples=60)
-@given(data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full"]))
+@settings(max_examples=100)
+@given(
+    data=st.data(),
+    name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full", "later"]),
+)
 def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> None:
-    policy, tracker = make(name, "100%" if name == "full" else "25%")
+    policy = LATER
+    if name != "later":
+        policy = load_policy(name, "100%" if name == "full" else "25%", {})
+    tracker = EvictionTracker(policy, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
     window = policy.window if policy.scorer.needs_queries else 1
-    prompts: dict[str, tuple[int, dict[str, Any] | None]] = {}
+    prompts: dict[str, Prompt] = {}
     computed: dict[str, int] = {}
-    for _ in range(data.draw(st.integers(1, 12), label="steps")):
+    for _ in range(data.draw(st.integers(1, 24), label="steps")):
         action = data.draw(st.sampled_from(["add", "step", "step", "preempt", "finish"]))
         if action == "add" or not prompts:
             request_id = f"r{data.draw(st.integers(0, 6), label='id')}"  # ids come back
@@ -86,9 +96,11 @@ def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> 
         rows = []
         for request_id in names:
             remaining = prompts[request_id][0] - computed[request_id]
-            scheduled = 1
+            # A request that was preempted comes back in chunks, up to an eviction.
+            following = plan_of(policy, prompts[request_id]).next_eviction(computed[request_id])
+            most = following - computed[request_id] if following is not None else 9
+            scheduled = data.draw(st.just(most) | st.integers(1, most))
             if remaining > 0:
-                scheduled = data.draw(st.integers(1, remaining))
                 scheduled = max(scheduled, min(window, remaining))
                 if remaining - scheduled < window:
                     scheduled = remaining  # the scheduler's promise
@@ -99,9 +111,15 @@ def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> 
             computed[request_id] += scheduled
 
 
+def plan_of(policy: Policy, prompt: Prompt) -> Plan:
+    """Return the plan of a prompt's length with a request's own settings."""
+    length, own = prompt
+    return plan_for(policy, RequestKeys.parse(own), length, NUM_LAYERS, BLOCK_SIZE)
+
+
 def check(
     policy: Policy,
-    prompts: dict[str, tuple[int, dict[str, Any] | None]],
+    prompts: dict[str, Prompt],
     rows: list[tuple[str, int, int, int]],
     step: Step,
     tracker: EvictionTracker,
@@ -109,14 +127,14 @@ def check(
     ending = []
     query_end = 0
     assert step.skips.shape == (NUM_LAYERS, len(rows)) and step.skips.flags.c_contiguous
-    for index, (request_id, prompt_len, computed, scheduled) in enumerate(rows):
-        keys = RequestKeys.parse(prompts[request_id][1])
-        plan = plan_for(policy, keys, prompt_len, NUM_LAYERS, BLOCK_SIZE)
-        expected = plan.end.skip.tolist() if computed >= prompt_len else [0] * NUM_LAYERS
-        assert step.skips[:, index].tolist() == expected
+    for index, (request_id, _, computed, scheduled) in enumerate(rows):
+        plan = plan_of(policy, prompts[request_id])
+        expected = plan.skip_after(plan.evictions_by(computed))
+        assert step.skips[:, index].tolist() == expected.tolist()
         query_end += scheduled
-        if computed < prompt_len == computed + scheduled:
-            ending.append((request_id, index, query_end, plan))
+        if plan.next_eviction(computed) == computed + scheduled:
+            number = plan.evictions_by(computed + scheduled)
+            ending.append((request_id, index, query_end, plan, number))
     if not ending:
         assert step.evictions is None and tracker.end_step() == ({}, {})
         return
@@ -124,51 +142,21 @@ def check(
     assert evictions is not None
     assert evictions.request_ids == [request_id for request_id, *_ in ending]
     assert evictions.rows.tolist() == [index for _, index, *_ in ending]
-    assert evictions.query_ends.tolist() == [end for _, _, end, _ in ending]
-    assert evictions.points.tolist() == [plan.prompt_len for *_, plan in ending]
-    assert evictions.budgets.tolist() == [plan.budget_tokens for *_, plan in ending]
-    assert evictions.kept_lens.T.tolist() == [plan.end.held.tolist() for *_, plan in ending]
+    assert evictions.query_ends.tolist() == [end for _, _, end, *_ in ending]
+    after = [plan.after(number) for *_, plan, number in ending]
+    assert evictions.points.tolist() == [point.computed for point in after]
+    assert evictions.budgets.tolist() == [point.budget_tokens for point in after]
+    assert evictions.kept_lens.T.tolist() == [point.held.tolist() for point in after]
     for array in (evictions.query_ends, evictions.points, evictions.kept_lens, step.skips):
         assert array.dtype == np.int32
     evictions.tokens_done += np.arange(len(ending))
     report = {
-        request_id: Eviction(i)
-        for i, (request_id, _, _, plan) in enumerate(ending)
-        if plan.end.skip.any()
+        request_id: Eviction(i, None, number)
+        for i, (request_id, _, _, plan, number) in enumerate(ending)
+        if (plan.skip_after(number) != plan.skip_after(number - 1)).any()
     }  # with 0 where nothing was done: the scheduler shall see that
     assert tracker.end_step() == (report, {})
     assert tracker.end_step() == ({}, {}), "reported once"
-
-
-def test_preemption_brings_the_whole_prompt_back() -> None:
-    _, tracker = make()
-    tracker.add("r", 64, None)
-    first = begin(tracker, [("r", 64, 0, 64)])
-    assert first.evictions is not None and not first.skips.any()
-    skips = begin(tracker, [("r", 64, 64, 1)]).skips
-    assert skips.any() and (skips % BLOCK_SIZE == 0).all()
-    again = begin(tracker, [("r", 64, 0, 40)])
-    assert again.evictions is None and not again.skips.any()
-    last = begin(tracker, [("r", 64, 40, 24)])
-    assert last.evictions is not None and not last.skips.any()
-    assert (begin(tracker, [("r", 64, 64, 5)]).skips == skips).all(), "generated tokens again"
-
-
-def test_a_row_changes_hands() -> None:
-    _, tracker = make()
-    tracker.add("a", 64, None)
-    tracker.add("b", 64, {"kv_policy": "full"})
-    assert begin(tracker, [("a", 64, 64, 1), ("b", 64, 64, 1)]).skips.any(axis=0).tolist() == [
-        True,
-        False,
-    ]
-    assert begin(tracker, [("b", 64, 64, 1), ("a", 64, 65, 1)]).skips.any(axis=0).tolist() == [
-        False,
-        True,
-    ]
-    tracker.remove("a")
-    tracker.add("a", 64, {"kv_policy": "full"})  # another request with the old name
-    assert not begin(tracker, [("b", 64, 64, 1), ("a", 64, 64, 1)]).skips.any()
 
 
 @pytest.mark.parametrize(
@@ -346,7 +334,6 @@ def test_averaged_shares_are_known_beforehand() -> None:
 
 # Evictions during generation ---------------------------------------------------------------------
 
-LATER = load_policy("h2o", 24, {"interval": 16})
 LOOKING_BACK = load_policy("scissorhands", 24, {"interval": 16, "queries": 10, "window": 2})
 
 
@@ -382,25 +369,6 @@ def test_later_evictions_come_at_their_points() -> None:
     assert step.skips.tolist() == [[72]] * NUM_LAYERS
 
 
-def test_a_recomputed_request_evicts_at_the_same_points() -> None:
-    """Preempted after 90 tokens: chunks up to each eviction, then further."""
-    tracker = EvictionTracker(LATER, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
-    tracker.add("r", 50, None)
-    first = run_to(tracker, "r", 50, 90)
-    again = []
-    for computed, scheduled in ((0, 30), (30, 20), (50, 10), (60, 6), (66, 16), (82, 8)):
-        step = begin(tracker, [("r", 50, computed, scheduled)])
-        skip = 0 if computed < 50 else 24 + (computed - 50) // 16 * 16
-        assert step.skips.tolist() == [[skip]] * NUM_LAYERS
-        if step.evictions is not None:
-            again.append(step.evictions)
-            tracker.end_step()
-    for (_, before, _), evictions in zip(first, again, strict=True):
-        assert evictions.points.tolist() == before.points.tolist()
-        assert evictions.kept_lens.tolist() == before.kept_lens.tolist()
-        assert evictions.eviction_numbers.tolist() == before.eviction_numbers.tolist()
-
-
 def test_points_that_give_nothing_are_seen_but_not_reported() -> None:
     tracker = EvictionTracker(LATER, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
     tracker.add("r", 5, None)
@@ -433,17 +401,3 @@ def test_which_queries_count() -> None:
         tracker.idle_step(len(rows))
         assert mass.first_queries is None
     assert not list(make_tracker(make()[0], NUM_LAYERS, BLOCK_SIZE, MAX_REQS).hooks)
-
-
-def test_rows_change_hands() -> None:
-    tracker = EvictionTracker(LATER, NUM_LAYERS, BLOCK_SIZE, MAX_REQS)
-    for name in "ab":
-        tracker.add(name, 50, None)
-    for rows, expected in (
-        ([("a", 50, 70, 1), ("b", 50, 50, 1)], [40, 24]),
-        ([("b", 50, 51, 1), ("a", 50, 71, 1)], [24, 40]),
-        ([("a", 50, 82, 1)], [56]),
-        ([("a", 50, 0, 20), ("b", 50, 98, 1)], [0, 72]),
-    ):
-        step = begin(tracker, rows)
-        assert step.skips.tolist() == [expected] * NUM_LAYERS

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 from triton.runtime import jit
 
+from tests.kernels import table_twins
 from tests.kernels.every_kernel import triton_ops
 from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies, vllms_attention
 from vllm_pyramid.attention import backend_cuda
@@ -29,8 +30,8 @@ from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
 pytestmark = pytest.mark.cpu
 
-GATHER = triton_tables.gather_tables_reference
-LANES = (triton_lanes.lane_rows_reference, triton_lanes.lane_slots_reference)
+GATHER = table_twins.gather_tables
+LANES = (table_twins.lane_rows, table_twins.lane_slots)
 KERNELS = {
     "gather_tables": triton_tables.gather_tables,
     "lane_rows": triton_lanes.lane_rows,

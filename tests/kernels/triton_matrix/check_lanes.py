@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels import table_twins
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 
@@ -34,7 +35,7 @@ def test_queries_in_the_order_of_lanes(ints, device, heads, counts):
         for _ in "ab"
     )
     triton_lanes.lane_rows(*found, starts, heads)
-    triton_lanes.lane_rows_reference(*by_reference, starts, heads)
+    table_twins.lane_rows(*by_reference, starts, heads)
     for own, right in zip(found, by_reference, strict=True):
         assert torch.equal(own, right)
     of_lanes, order = (tensor.tolist() for tensor in found)
@@ -85,7 +86,7 @@ def test_slots_of_lanes(ints, device, heads, counts, lens, by_slot):
         found, by_reference = (torch.full((LAYERS, places), -9, device=device) for _ in "ab")
         arguments = (groups_of(tables, heads, by_slot=by_slot), rows, starts, written)
         triton_lanes.lane_slots(found, *arguments)
-        triton_lanes.lane_slots_reference(by_reference, *arguments)
+        table_twins.lane_slots(by_reference, *arguments)
         assert torch.equal(found, by_reference)
         cleared = max(written - tokens * heads, 0)
         assert (found[:, tokens * heads :][:, :cleared] == -1).all()

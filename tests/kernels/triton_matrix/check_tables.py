@@ -11,6 +11,7 @@ import os
 import pytest
 import torch
 
+from tests.kernels import table_twins
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import tables as triton_tables
 
@@ -130,7 +131,7 @@ def test_a_row_is_what_its_layer_keeps(device, name, held, lanes):
     found, by_reference = (Case(device, *CASES[name], lanes=lanes, held=held) for _ in "ab")
     pairs = zip(
         found.run(triton_tables.gather_tables),
-        by_reference.run(triton_tables.gather_tables_reference),
+        by_reference.run(table_twins.gather_tables),
         strict=True,
     )
     for own, right in pairs:

@@ -4,14 +4,12 @@
 Where each KV head has a block table (`attention/per_head/lanes.py`), R requests become R * G of one
 KV head each, since vLLM's attention reads one table for a request. `tables.py` gathers their tables
 and lengths. `attention/per_head/lane_tables.py` calls these functions once a step; the rules of
-`tables.py` hold here too. Each function has a PyTorch version, its oracle.
+`tables.py` hold here too.
 
 Shape legend: L layers, R requests, G KV heads, T tokens of the step.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 import triton
@@ -165,38 +163,3 @@ def lane_slots(
         BLOCK=128,
         num_warps=4,
     )
-
-
-def lane_rows_reference(
-    starts: torch.Tensor, order: torch.Tensor, query_starts: torch.Tensor, heads: int
-) -> None:
-    """Write as `lane_rows`, in PyTorch."""
-    place = 0
-    for row, (start, end) in enumerate(pairwise(query_starts.tolist())):
-        tokens = torch.arange(start, end, device=order.device)
-        for head in range(heads):
-            starts[row * heads + head] = place
-            order[place : place + len(tokens)] = tokens * heads + head
-            place += len(tokens)
-    starts[(len(query_starts) - 1) * heads] = place
-
-
-def lane_slots_reference(
-    slots: torch.Tensor,
-    groups: TableGroups,
-    rows: StepRows,
-    query_starts: torch.Tensor,
-    written: int,
-) -> None:
-    """Write as `lane_slots`, in PyTorch."""
-    heads = torch.arange(groups.per_layer, device=slots.device)
-    for row, (start, end) in enumerate(pairwise(query_starts.tolist())):
-        last = int(rows.seq_lens[row])
-        positions = torch.arange(last - (end - start), last, device=slots.device)
-        request = int(rows.slots[row]) if rows.slots is not None and end > start else row
-        for layer, size in enumerate(groups.block_sizes[: len(slots)]):
-            columns = (positions // size)[:, None] * groups.per_layer + heads
-            found = groups.sources[layer][request][columns].long() * size
-            found += (positions % size)[:, None]
-            slots[layer, start * groups.per_layer : end * groups.per_layer] = found.flatten()
-    slots[:, int(query_starts[-1]) * groups.per_layer : written] = -1

@@ -156,39 +156,6 @@ def gather_tables(
     )
 
 
-def gather_tables_reference(
-    groups: TableGroups,
-    rows: StepRows,
-    skips: torch.Tensor,
-    row_lens: torch.Tensor,
-    row_skips: torch.Tensor,
-) -> None:
-    """Write as `gather_tables`, in PyTorch."""
-    lanes = groups.per_layer
-    slots = list(range(len(rows.seq_lens))) if rows.slots is None else rows.slots.tolist()
-    for layer in range(groups.num_evicting):
-        source, target = groups.sources[layer], groups.targets[layer]
-        size = groups.block_sizes[layer]
-        for lane in range(len(rows.seq_lens) * lanes):
-            row, head = divmod(lane, lanes)
-            is_request, length = row < rows.num_reqs, int(rows.seq_lens[row])
-            slot = slots[row] if is_request else row
-            skip = int(skips[slot, layer * lanes + head]) if is_request else 0
-            row_lens[layer, lane], row_skips[layer, lane] = max(0, length - skip), skip
-            if is_request or not groups.by_slot:
-                held = source[slot, head::lanes][skip // size : -(-length // size)].clone()
-                target[lane, : len(held)] = held
-    if rows.num_blocks is None:
-        return
-    for index in range(groups.num_evicting, len(groups.sources)):
-        for row in range(len(rows.seq_lens)):
-            if row < rows.num_reqs:
-                count = int(rows.num_blocks[groups.places[index], slots[row]])
-                groups.targets[index][row, :count] = groups.sources[index][slots[row], :count]
-            else:
-                groups.targets[index][row] = 0
-
-
 def _check(
     groups: TableGroups,
     rows: StepRows,

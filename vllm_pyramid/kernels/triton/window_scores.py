@@ -239,28 +239,16 @@ def window_mass_kernel(
         dims = tl.arange(0, BLOCK_D)
         dim_mask = dims < HEAD_SIZE
         inside = tl.minimum(positions, length - 1)
-        blocks = tl.load(block_table + r.to(tl.int64) * stride_table + inside // BLOCK_SIZE)
-        k = tl.load(
-            key_cache
-            + g.to(tl.int64) * stride_key_head
-            + (
-                blocks.to(tl.int64) * stride_key_block
-                + (inside % BLOCK_SIZE).to(tl.int64) * stride_key_token
-            )[:, None]
-            + dims[None, :],
-            mask=dim_mask[None, :],
-            other=0.0,
+        table_row = block_table + r.to(tl.int64) * stride_table
+        key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
+        scale_base = key_scales + g.to(tl.int64) * stride_scale_head
+        k = load_keys(
+            key_base, table_row, inside, stride_key_block, stride_key_token, dim_mask, BLOCK_SIZE
         )
         factors = key_factors(
-            scale,
-            key_scales + g.to(tl.int64) * stride_scale_head,
-            block_table + r.to(tl.int64) * stride_table,
-            inside,
-            stride_scale_block,
-            stride_scale_token,
-            BLOCK_SIZE,
-            HAS_KEY_SCALES,
-        )
+            scale, scale_base, table_row, inside, stride_scale_block, stride_scale_token,
+            BLOCK_SIZE, HAS_KEY_SCALES,
+        )  # fmt: skip
         end = tl.load(query_ends + r)
         rows = tl.arange(0, HEADS * WINDOW_TILE)
         reduced = tl.zeros([BLOCK_K], tl.float32)

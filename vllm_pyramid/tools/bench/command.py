@@ -4,19 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.tools.bench.options import (
-    MEASURES,
-    EngineOptions,
-    SchedulerSteps,
-    add_flags,
-    parse,
-)
+from vllm_pyramid.tools.bench.options import MEASURES, add_flags, parse
 from vllm_pyramid.tools.command_parts import check_writable
 
 
@@ -43,12 +36,6 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("pandas") is None:
         raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
     check_writable(options.out, (options.json_file,))
-    if isinstance(options, SchedulerSteps):
-        return _run_scheduler(options, console)
-    return _run_engines(args.measure, options, console)
-
-
-def _run_engines(measure: str, options: EngineOptions, console: Any) -> int:
     from vllm_pyramid.tools.bench.measures import run_measure
     from vllm_pyramid.tools.bench.prepare import prepare
     from vllm_pyramid.tools.child_process import ChildError, orderly_termination
@@ -56,25 +43,10 @@ def _run_engines(measure: str, options: EngineOptions, console: Any) -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
         try:
             with orderly_termination():
-                run_measure(measure, options, prepare(options, Path(folder)), console)
+                run_measure(args.measure, options, prepare(options, Path(folder)), console)
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:
             console.print("Interrupted: nothing of it is kept.")
             return 130
-    return 0
-
-
-def _run_scheduler(options: SchedulerSteps, console: Any) -> int:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_pyramid.tools.bench.report import write
-    from vllm_pyramid.tools.bench.scheduler import scheduler_rows
-    from vllm_pyramid.tools.command_parts import Progress
-
-    total = len(options.layers) * len(options.requests) * options.steps
-    with Progress(console, total) as progress:
-        rows = scheduler_rows(
-            options.layers, options.requests, options.steps, options.prompt_len, progress
-        )
-    write("scheduler", options, rows, {})
     return 0

@@ -38,7 +38,6 @@ def _split(value: Any) -> Any:
 
 _List = (BeforeValidator(_split), Field(min_length=1))
 Names = Annotated[tuple[str, ...], *_List]
-Counts = Annotated[tuple[PositiveInt, ...], *_List]
 # Whole requests that the KV cache has room for. A prompt is held in full until it is processed.
 Requests = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 Pools = Annotated[tuple[Requests, ...], BeforeValidator(_split)]
@@ -51,18 +50,13 @@ _MADE = {"prompt_len", "shared_len", "branches", "resume"}
 _RECORDED = {"turn_modes", "chat_template", "own_answers"}
 
 
-class MeasureOptions(BaseModel):
+class EngineOptions(BaseModel):
     """Options of all measures."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True)
 
     out: Path = Field(Path("bench-results"), description="folder for the results")
     json_file: Path | None = Field(None, alias="json", description="write the rows there too")
-
-
-class EngineOptions(MeasureOptions):
-    """Options of the measures that start engines."""
-
     model: str = Field(
         "small",
         description=f"a shape with random weights ({', '.join(SHAPES)}), `built-in`, a folder or a "
@@ -235,20 +229,10 @@ class Agents(Prefix):
         return self
 
 
-class SchedulerSteps(MeasureOptions):
-    """step cost of the scheduler against layers and requests"""
-
-    layers: Counts = Field((8, 32), description="attention layers")
-    requests: Counts = Field((16, 64, 256), description="running requests")
-    steps: PositiveInt = Field(400, description="measured steps")
-    prompt_len: Annotated[int, Field(ge=64)] = Field(512, description="tokens")
-
-
-MEASURES: dict[str, type[MeasureOptions]] = {
+MEASURES: dict[str, type[EngineOptions]] = {
     "throughput": Throughput,
     "prefix": Prefix,
     "agents": Agents,
-    "scheduler": SchedulerSteps,
 }
 
 

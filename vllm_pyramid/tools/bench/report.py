@@ -14,7 +14,7 @@ import pandas as pd
 
 import vllm_pyramid
 from vllm_pyramid.tools.bench.job import Job, Variant
-from vllm_pyramid.tools.bench.options import MeasureOptions
+from vllm_pyramid.tools.bench.options import EngineOptions
 from vllm_pyramid.tools.bench.prepare import processor
 from vllm_pyramid.tools.bench.samples import PERCENTILES, Sample
 
@@ -100,8 +100,8 @@ def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def table(rows: pd.DataFrame) -> str:
-    """Return the rows as text, a column for each variant (or scheduler) under each condition."""
-    named = ["scheduler", *_KEYS, *_CONDITIONS, "layers", "requests"]
+    """Return the rows as text, a column for each variant under each condition."""
+    named = [*_KEYS, *_CONDITIONS]
     keys = [name for name in named if name in rows and rows[name].replace("", None).notna().any()]
     shown = rows.set_index(keys).drop(columns=["measure", "turn_mode"], errors="ignore")
     return shown.dropna(axis="columns", how="all").map(_number).T.to_string()
@@ -114,7 +114,7 @@ def _number(value: float) -> str:
 
 
 def write(
-    measure: str, options: MeasureOptions, rows: pd.DataFrame, about: Mapping[str, Any]
+    measure: str, options: EngineOptions, rows: pd.DataFrame, about: Mapping[str, Any]
 ) -> None:
     """Print the table, and write the rows as JSON, with `about` what was run, and CSV."""
     about = {

@@ -224,25 +224,17 @@ def key_mass_kernel(
     local = key_start + tl.arange(0, BLOCK_K)
     inside = tl.minimum(tl.maximum(local, first), visible_keys - 1)
     dims = tl.arange(0, BLOCK_D)
+    table_row = block_table + r.to(tl.int64) * stride_table
+    key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
+    scale_base = key_scales + g.to(tl.int64) * stride_scale_head
     k = load_keys(
-        key_cache + g.to(tl.int64) * stride_key_head + dims[None, :],
-        block_table + r.to(tl.int64) * stride_table,
-        skip + inside,
-        stride_key_block,
-        stride_key_token,
-        dims < HEAD_SIZE,
+        key_base, table_row, skip + inside, stride_key_block, stride_key_token, dims < HEAD_SIZE,
         BLOCK_SIZE,
-    )
+    )  # fmt: skip
     factors = key_factors(
-        scale,
-        key_scales + g.to(tl.int64) * stride_scale_head,
-        block_table + r.to(tl.int64) * stride_table,
-        skip + inside,
-        stride_scale_block,
-        stride_scale_token,
-        BLOCK_SIZE,
-        HAS_KEY_SCALES,
-    )
+        scale, scale_base, table_row, skip + inside, stride_scale_block, stride_scale_token,
+        BLOCK_SIZE, HAS_KEY_SCALES,
+    )  # fmt: skip
     added = tl.zeros([BLOCK_K], tl.float32)
     splits = tl.arange(0, SPLITS)
     # Queries before this tile see none of it, nor do queries whose window begins behind it.

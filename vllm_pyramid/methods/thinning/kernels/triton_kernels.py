@@ -171,25 +171,17 @@ def recent_mass_kernel(
         first_query = visible - recent
         dims = tl.arange(0, BLOCK_D)
         local = first_query - context + tl.minimum(columns, context - 1)
+        table_row = block_table + r.to(tl.int64) * stride_table
+        key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
+        scale_base = key_scales + g.to(tl.int64) * stride_scale_head
         k = load_keys(
-            key_cache + g.to(tl.int64) * stride_key_head + dims[None, :],
-            block_table + r.to(tl.int64) * stride_table,
-            skip + local,
-            stride_key_block,
-            stride_key_token,
-            dims < HEAD_SIZE,
+            key_base, table_row, skip + local, stride_key_block, stride_key_token, dims < HEAD_SIZE,
             BLOCK_SIZE,
-        )
+        )  # fmt: skip
         factors = key_factors(
-            scale,
-            key_scales + g.to(tl.int64) * stride_scale_head,
-            block_table + r.to(tl.int64) * stride_table,
-            skip + local,
-            stride_scale_block,
-            stride_scale_token,
-            BLOCK_SIZE,
-            HAS_KEY_SCALES,
-        )
+            scale, scale_base, table_row, skip + local, stride_scale_block, stride_scale_token,
+            BLOCK_SIZE, HAS_KEY_SCALES,
+        )  # fmt: skip
         start = tl.load(query_ends + r) - recent
         # Weights rise from 1 at the first recent query to `distance_weight` at the last.
         rise = (distance_weight - 1.0) / tl.maximum(recent - 1, 1)

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What a block table for each layer costs the scheduler, in decode steps without an engine.
 
@@ -9,11 +10,15 @@ and differ in length, so that in each step some requests need a new block.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pandas as pd
 import torch
@@ -36,7 +41,7 @@ from vllm_pyramid.plugin import register
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.tools.bench.scheduler_log import evictions_counted
 from vllm_pyramid.tools.bench.shapes import BLOCK_SIZE
-from vllm_pyramid.tools.command_parts import Progress
+from vllm_pyramid.tools.command_parts import numbers
 from vllm_pyramid.tools.demo import model_path
 
 ONE_GROUP, GROUPS, PYRAMID = "vLLM, one group", "vLLM, a group a layer", "vllm-pyramid"
@@ -124,26 +129,11 @@ def _evictions_to_report(scheduler: Any, names: Iterable[str]) -> dict[str, Evic
     return found
 
 
-def scheduler_rows(
-    layers: Sequence[int], requests: Sequence[int], steps: int, prompt_len: int, progress: Progress
-) -> pd.DataFrame:
-    """Return a row for each scheduler, number of layers and number of running requests.
+def compare(layers: int, requests: int, steps: int, prompt_len: int) -> pd.DataFrame:
+    """Return the medians of the four schedulers, and their ratios to the first one's.
 
-    `prompt_len` is of the shortest prompt, at least 64. RuntimeError: not every request was
-    evicted.
+    RuntimeError: not every request was evicted.
     """
-    register()
-    frames = []
-    for depth, running in itertools.product(layers, requests):
-        progress.stage(f"{depth} layers, {running} requests")
-        frames.append(_compare(depth, running, steps, prompt_len, progress))
-    return pd.concat(frames, ignore_index=True)
-
-
-def _compare(
-    layers: int, requests: int, steps: int, prompt_len: int, progress: Progress
-) -> pd.DataFrame:
-    """Return the medians of the four schedulers, and their ratios to the first one's."""
     prompt_lens = [prompt_len + index % BLOCK_SIZE for index in range(requests)]
 
     def config(additional: dict[str, Any], *, caching: bool = False) -> VllmConfig:
@@ -188,7 +178,6 @@ def _compare(
         for _ in range(steps):
             for driver in drivers.values():
                 driver.times.append(driver.step())
-            progress.advance()
     finally:
         gc.unfreeze()
     rows = pd.DataFrame(
@@ -200,3 +189,22 @@ def _compare(
              for name in ("schedule", "step")}  # fmt: skip
     frame = pd.DataFrame(made | {"blocks_held": held}, index=rows.index)
     return frame.rename_axis("scheduler").reset_index()
+
+
+def main() -> None:
+    """Print a table for each number of layers and of running requests."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", default="8,32", help="attention layers (%(default)s)")
+    parser.add_argument("--requests", default="16,64,256", help="running at once (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="that are measured (%(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=512, help="at least 64 (%(default)s)")
+    args = parser.parse_args()
+    register()
+    layers = numbers(args.layers, "--layers", 1)
+    for pair in itertools.product(layers, numbers(args.requests, "--requests", 1)):
+        rows = compare(*pair, args.steps, args.prompt_len)
+        print(rows.set_index("scheduler").T.round(3).to_string(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
