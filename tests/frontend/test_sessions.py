@@ -279,7 +279,11 @@ def test_a_request_that_is_refused_is_no_turn() -> None:
         ({"kv_session": 5}, {}, "not 5"),
         ({"kv_session": "a", "kv_turns": []}, {}, "both kv_session and kv_turns"),
         ({"kv_session": "a", "kv_turn_mode": "fast"}, {}, "resume or exact"),
-        ({"kv_session": "a", "kv_policy": "full"}, {}, "'full' .* not work with kv_session: it"),
+        (
+            {"kv_session": "a", "kv_policy": "full", "kv_turn_mode": "resume"},
+            {},
+            "'full' .* not work with kv_session: it",
+        ),
         ({"kv_session": "a"}, {"prompt_token_ids": None}, "given as embeddings: send kv_turns"),
     ],
 )

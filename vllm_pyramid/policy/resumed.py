@@ -16,10 +16,11 @@ WHY_KEY = "vllm_pyramid_why"
 
 UNKNOWN, DIFFERS, SETTINGS = "unknown", "differs", "settings"
 RESUMED, EXACT_MODE, PREFIX, UNEVICTED = "resumed", "exact", "prefix", "unevicted"
-SHORT, MISSING, UNCACHED = "short", "missing", "uncached"
+SHORT, MISSING, UNCACHED, CANNOT = "short", "missing", "uncached", "cannot"
 # Labels of the counter, in the order of the documentation.
 REASONS = (
-    *(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, PREFIX, UNEVICTED, SHORT, MISSING, UNCACHED),
+    *(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, CANNOT, PREFIX, UNEVICTED, SHORT, MISSING),
+    UNCACHED,
 )
 
 
@@ -27,9 +28,11 @@ def words_of(why: Sequence[str | int], prompt_len: int) -> str:
     """Return a reason in words.
 
     Args:
-        why: the reason, and the numbers to it.
+        why: the reason, and the numbers to it; its words for `CANNOT`.
     """
     reason, *numbers = why
+    if reason == CANNOT:
+        return str(numbers[0])
     if reason == DIFFERS:
         start, stop, of_last = numbers
         if start == stop:
