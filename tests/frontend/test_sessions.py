@@ -169,12 +169,12 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(known._num_sessions.values()) == len(known.listing())
 
 
-def test_a_session_has_as_many_turns_as_a_request() -> None:
+def test_a_session_begins_anew_behind_as_many_turns_as_a_request_has() -> None:
     known = Sessions(60)
     for length in range(1, MAX_TURNS + 1):
         assert len(say(known, "a", [3] * length)) == length - 1
-    with pytest.raises(ValueError, match=f"has {MAX_TURNS} turns.*under another name"):
-        say(known, "a", [3] * (MAX_TURNS + 1))
+    assert say(known, "a", [3] * (MAX_TURNS + 1)) == []
+    assert say(known, "a", [3] * (MAX_TURNS + 2)) == [MAX_TURNS + 1]
     assert say(known, "a", [4] * 5) == []
 
 

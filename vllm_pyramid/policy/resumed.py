@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_pyramid.policy.limits import MAX_TURNS
+
 # The front end adds this key to a request that names its session, if it knows why the request does
 # not continue the session's last turn: one of the first three reasons, and the numbers to it.
 WHY_KEY = "vllm_pyramid_why"
@@ -66,7 +68,8 @@ def words_of(why: Sequence[str | int], prompt_len: int) -> str:
 _WORDS = {
     RESUMED: "a session snapshot has no more of this prompt",
     UNKNOWN: "no earlier turn is known: the first of its session or conversation, or the session "
-    "was forgotten, or it came with another cache_salt or API key",
+    f"was forgotten or has had {MAX_TURNS} turns in a row, or it came with another cache_salt or "
+    "API key",
     SETTINGS: "the session's last turn had another policy, budget, kv_keep or kv_turn_mode",
     EXACT_MODE: "kv_turn_mode is exact: the turn selects from its whole prompt, of which what was "
     "found as a prefix is not computed again",
