@@ -58,6 +58,7 @@ def test_two_stages_share_prefixes(engines: EnginePool, tiny_model: Any, tmp_pat
     waves += [[[tokens, greedy(160)] for tokens in crowd]]
     waves += [[], [[crowd[-1], greedy(24)]]]
     waves += [[], [[first, greedy(24)]]]  # which the crowd has pushed out
+    waves += [[], [[[*first, *other], greedy(24, kv_turns=[300])]]]  # no turn resumes here
     child = Child(
         tmp_path / "child",
         (
@@ -92,6 +93,10 @@ def test_two_stages_share_prefixes(engines: EnginePool, tiny_model: Any, tmp_pat
     finally:
         child.kill()
     assert result["prefix_caching"]
+    turn = result["outputs"].pop()
+    assert turn["token_ids"] == outcomes[5].token_ids
+    assert turn["report"]["kv_turn_mode"] == "exact"
+    assert "each pipeline stage has a block pool" in turn["report"]["resumed"]["because"]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids
         assert output["report"] == outcome.report
@@ -99,5 +104,5 @@ def test_two_stages_share_prefixes(engines: EnginePool, tiny_model: Any, tmp_pat
     assert cached[: len(alone)] == [found for _, _, _, found in alone]
     assert not any(cached[len(alone) : -2]), "prompts of their own"
     assert cached[-1] == _all_but_window(300)
-    assert result["evictions"] > len(alone) + len(crowd) + 1, "nobody was preempted"
+    assert result["evictions"] > len(alone) + len(crowd) + 2, "nobody was preempted"
     assert result["free_blocks"] == [BLOCKS - 1] * 2

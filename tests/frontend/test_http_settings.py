@@ -15,12 +15,14 @@ from vllm_pyramid.frontend.follow_sessions import sessions_of
 from vllm_pyramid.frontend.http_settings import SettingsInHeaders
 from vllm_pyramid.frontend.request_bodies import check_body
 from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.policy.request_keys import is_session_name
 from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.session_sources import parse_session_from
 
 pytestmark = pytest.mark.cpu
 
 AGENTS = ("session_id", "x-claude-code-session-id", "prompt_cache_key")
+ODD_NAMES = ("two words", "-a", "a" * 129, "naïve", "\ud800")
 
 
 def http(
@@ -119,8 +121,8 @@ def test_names_that_clients_send_name_sessions_where_the_operator_says_so() -> N
     assert session(*AGENTS, beams=True) is None
     own = {"kv_request_overrides": "budget"}
     assert session(*AGENTS, settings=own) == "s", "the operator names it, not the request"
-    with pytest.raises(VLLMValidationError, match="prompt_cache_key of the request names its sess"):
-        session("prompt_cache_key", names={"prompt_cache_key": "two words"})
+    hashed = {session("prompt_cache_key", names={"prompt_cache_key": key}) for key in ODD_NAMES}
+    assert len(hashed) == len(ODD_NAMES) and all(map(is_session_name, hashed))
 
 
 @pytest.mark.parametrize("beams", [True, False])

@@ -169,12 +169,12 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(known._num_sessions.values()) == len(known.listing())
 
 
-def test_a_session_has_as_many_turns_as_a_request() -> None:
+def test_a_session_begins_anew_behind_as_many_turns_as_a_request_has() -> None:
     known = Sessions(60)
     for length in range(1, MAX_TURNS + 1):
         assert len(say(known, "a", [3] * length)) == length - 1
-    with pytest.raises(ValueError, match=f"has {MAX_TURNS} turns.*under another name"):
-        say(known, "a", [3] * (MAX_TURNS + 1))
+    assert say(known, "a", [3] * (MAX_TURNS + 1)) == []
+    assert say(known, "a", [3] * (MAX_TURNS + 2)) == [MAX_TURNS + 1]
     assert say(known, "a", [4] * 5) == []
 
 
@@ -279,7 +279,11 @@ def test_a_request_that_is_refused_is_no_turn() -> None:
         ({"kv_session": 5}, {}, "not 5"),
         ({"kv_session": "a", "kv_turns": []}, {}, "both kv_session and kv_turns"),
         ({"kv_session": "a", "kv_turn_mode": "fast"}, {}, "resume or exact"),
-        ({"kv_session": "a", "kv_policy": "full"}, {}, "'full' .* not work with kv_session: it"),
+        (
+            {"kv_session": "a", "kv_policy": "full", "kv_turn_mode": "resume"},
+            {},
+            "'full' .* not work with kv_session: it",
+        ),
         ({"kv_session": "a"}, {"prompt_token_ids": None}, "given as embeddings: send kv_turns"),
     ],
 )

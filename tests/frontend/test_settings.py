@@ -102,10 +102,32 @@ def test_an_exact_turn_is_planned_without_turns(name: str) -> None:
     if name != "snapkv":
         with pytest.raises(ValueError, match=r"work with kv_turns: .* or send kv_turn_mode"):
             resolve(policy, again, "exact")
+        served = resolve(policy, left_open)
+        assert served == resolve(policy, left_open, "exact")._replace(why_exact=served.why_exact)
+        assert served.why_exact.startswith(f"policy {name!r} (")
         return
     resumed = resolve(policy, again, "exact")
     assert not resumed.exact and len(resumed.plan(2000, 4, 16).inner) == 2
     assert for_request(policy, {"kv_turns": [100, 900]}, "exact").exact
+
+
+@pytest.mark.parametrize(
+    ("extra", "why", "words"),
+    [
+        ({"kv_keep": [40, 60]}, None, "spans of kv_keep that begin behind token 0 and kv_turns: "),
+        ({}, "it has stages", "kv_turns does not work on this server: it has stages"),
+        ({"kv_session": "a"}, "it has stages", "kv_session does not work on this server: it has"),
+    ],
+)
+def test_a_turn_that_cannot_resume_is_exact(extra: dict[str, Any], why: Any, words: str) -> None:
+    """The worker plans the same; only a mode fixed by the request or the server is refused."""
+    policy, extra = load_policy("snapkv"), {"kv_turns": [100, 900], **extra}
+    served = check_request(policy, SamplingParams(extra_args=extra), why)
+    assert served.exact and not served.auto and words in served.why_exact
+    assert for_request(policy, extra, why_no_turns=why) == served
+    for mode, own in (("resume", extra), ("auto", {**extra, "kv_turn_mode": "resume"})):
+        with pytest.raises(ValueError, match=words):
+            check_request(policy, SamplingParams(extra_args=own), why, mode)
 
 
 @pytest.mark.parametrize(

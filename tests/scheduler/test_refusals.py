@@ -216,6 +216,8 @@ def test_why_a_turn_resumed_no_more(talk: tuple[Say, Engine]) -> None:
     assert "ends at token 40, inside the session's last turn" in resumed["because"]
     _, resumed = say([*said, *more, 2], [40], kv_turn_mode="exact")
     assert resumed["from"] == "prefix" and "kv_turn_mode is exact" in resumed["because"]
+    _, resumed = say([*said, *more, 3], [40], kv_turn_mode="auto", kv_policy="full")
+    assert resumed["from"] == "prefix" and "it keeps every token, so there" in resumed["because"]
     _, resumed = say([*first, 5, 6], [40])
     assert "has 2 tokens behind the turn before, and the last 6" in resumed["because"]
     _, resumed = say([*range(300, 370)], [20])
@@ -234,6 +236,7 @@ def test_why_a_turn_resumed_no_more(talk: tuple[Say, Engine]) -> None:
         "settings": 1,
         "differs": 2,
         "exact": 1,
+        "cannot": 1,
         "short": 1,
         "unevicted": 1,
         "missing": 5,

@@ -157,10 +157,8 @@ def with_session(params: Any, session_from: Sequence[str]) -> Any:
     """Return a request's parameters with the session that its client names anyway.
 
     It is left out where the request names one itself, carries its turns, keeps everything, asks for
-    `prompt_logprobs`, or is a beam search.
-
-    Raises:
-        ValueError: the name cannot be a session's.
+    `prompt_logprobs`, or is a beam search. The client may not know that the name counts here, so
+    one that cannot be a session's is not refused: its hash is the name.
     """
     settings = current()
     if settings is None or settings.alone or not settings.names:
@@ -175,10 +173,7 @@ def with_session(params: Any, session_from: Sequence[str]) -> Any:
         return params
     name = settings.names[source]
     if not is_session_name(name):
-        raise ValueError(
-            f"{source} of the request names its session on this server (--kv-session-from), and "
-            f"{quoted(name)} cannot: it must be like kv_session"
-        )
+        name = f"sha256:{sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
     params = copy.copy(params)
     params.extra_args = {**extra, "kv_session": name}
     return params

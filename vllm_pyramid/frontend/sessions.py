@@ -198,18 +198,12 @@ class Sessions:
     def find(self, key: Key, prompt: Prompt) -> Found:
         """Return the turns that a prompt of the session continues; none in an unknown session.
 
-        Raises:
-            ValueError: the session has as many turns as a request can have.
+        Behind as many turns as a request can have, a prompt is a first turn again.
         """
         with self._lock:
             self._expire()
             found = self._sessions.get(key, _Session(0.0)).find(prompt)
-        if len(found.turns) >= MAX_TURNS:
-            raise ValueError(
-                f"kv_session {key.name!r} has {len(found.turns)} turns, and at most {MAX_TURNS} "
-                "are followed: continue under another name"
-            )
-        return found
+        return found if len(found.turns) < MAX_TURNS else Found((), found.digest, None, (UNKNOWN,))
 
     def record(self, key: Key, prompt: Prompt, found: Found, terms: bytes = b"") -> None:
         """Remember a prompt as a turn of the session.

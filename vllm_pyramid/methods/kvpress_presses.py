@@ -19,8 +19,8 @@ These run: `CURPress`, `CapPress`, `ExpectedAttentionPress`, `KeyDiffPress`, `Kn
 `LagKVPress`, `LeverageScorePress`, `RandomPress`, `SnapKVPress`, `TOVAPress` (on a single rank).
 They keep what kvpress keeps, index for index: lab/results/kvpress.md#presses-as-scorers. Budget,
 window, sinks, allocator and selector are the policy's. Presses score whole prompts, so
-`chunk.tokens`, `kv_turns` and evictions of generated tokens are refused. They run in PyTorch, once
-a prompt and layer.
+`chunk.tokens`, turns that resume and evictions of generated tokens are refused. They run in
+PyTorch, once a prompt and layer.
 """
 
 from __future__ import annotations

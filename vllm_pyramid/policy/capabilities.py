@@ -164,10 +164,14 @@ class Refusal:
         places = [one.words for one in self.features if one.is_place]
         return " ".join(([f"with {' and '.join(things)}"] if things else []) + places)
 
+    def why(self, policy: Policy, used: Used) -> str:
+        """Return what does not work and why, without what to do."""
+        who = f"policy {policy.name!r} ({self.part})" if self.part else "a KV policy (--kv-policy)"
+        return f"{who} does not work {self.what(used)}: {self.reason}"
+
     def error(self, policy: Policy, used: Used) -> ValueError:
         """Return what to tell the user."""
-        who = f"policy {policy.name!r} ({self.part})" if self.part else "a KV policy (--kv-policy)"
-        return ValueError(f"{who} does not work {self.what(used)}: {self.reason}; {self.fix}")
+        return ValueError(f"{self.why(policy, used)}; {self.fix}")
 
 
 def refusals(declared: Unsupported, part: str = "") -> tuple[Refusal, ...]:
@@ -227,14 +231,19 @@ def asked(*features: Feature) -> dict[Feature, str]:
     return {feature: feature.words for feature in features}
 
 
-def refuse(policy: Policy, used: Used, rows: Iterable[Refusal] = ()) -> None:
-    """Raise ValueError, naming what to change, for features that do not work with a policy.
+def refusal_of(policy: Policy, used: Used, rows: Iterable[Refusal] = ()) -> Refusal | None:
+    """Return the first row that refuses features with a policy; None if they work.
 
     `rows` are of what no policy supports.
     """
-    for row in (*rows, *policy.refusals):
-        if all(feature in used for feature in row.features):
-            raise row.error(policy, used)
+    every = (*rows, *policy.refusals)
+    return next((row for row in every if used.keys() >= {*row.features}), None)
+
+
+def refuse(policy: Policy, used: Used, rows: Iterable[Refusal] = ()) -> None:
+    """Raise ValueError, naming what to change, for features that do not work with a policy."""
+    if (row := refusal_of(policy, used, rows)) is not None:
+        raise row.error(policy, used)
 
 
 def why_not(rows: Iterable[Refusal], feature: Feature, used: Iterable[Feature] = ()) -> str | None:

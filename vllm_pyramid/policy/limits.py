@@ -73,7 +73,8 @@ TABLE: tuple[tuple[str, str], ...] = (
     (
         "`kv_session`",
         f"1 to {MAX_SESSION_NAME} letters, digits and `._:@/+=~-`, a letter or digit first; at "
-        f"most {MAX_TURNS} turns in a row and {MAX_SESSION_TURNS:,} with branches; a server "
-        f"remembers {MAX_SESSIONS:,} sessions with {MAX_SESSIONS_TURNS:,} turns in all",
+        f"most {MAX_TURNS} turns in a row, behind which it begins anew, and "
+        f"{MAX_SESSION_TURNS:,} with branches; a server remembers {MAX_SESSIONS:,} sessions with "
+        f"{MAX_SESSIONS_TURNS:,} turns in all",
     ),
 )

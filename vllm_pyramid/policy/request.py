@@ -15,7 +15,15 @@ from vllm_pyramid.plan import Plan
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy import AUTO, RECOMMENDED, Budget, Policy, load_policy
-from vllm_pyramid.policy.capabilities import Feature, asked, refusals, refuse, why_not
+from vllm_pyramid.policy.capabilities import (
+    Feature,
+    Used,
+    asked,
+    refusal_of,
+    refusals,
+    refuse,
+    why_not,
+)
 from vllm_pyramid.policy.kept_spans import Spans, beside_budget, merged, only_leading, parse_spans
 from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.request_keys import AUTO_MODE, EXACT, RequestKeys, check_names
@@ -55,6 +63,7 @@ class ServedRequest(NamedTuple):
         exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
             had no turns (`EXACT`).
         auto: whether the scheduler may leave earlier turns out (`AUTO_MODE`).
+        why_exact: why a turn in `AUTO_MODE` can only be exact; empty if it has a choice.
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
             served policy then holds until the scheduler has ended the request.
     """
@@ -69,6 +78,7 @@ class ServedRequest(NamedTuple):
     error: str | None = None
     session: str | None = None
     template: Spans = ()
+    why_exact: str = ""
 
     @property
     def resumed_turns(self) -> tuple[int, ...] | None:
@@ -77,8 +87,22 @@ class ServedRequest(NamedTuple):
 
     def check(self, params: Any = None) -> None:
         """Raise ValueError if settings or vLLM's `SamplingParams`, if given, do not go together."""
-        if self.turns is None and not self.keep and params is None:
-            return
+        if self.turns is not None or self.keep or params is not None:
+            refuse(self.policy, self._used(params), TOGETHER)
+
+    def in_auto_mode(self, why_no_turns: str | None) -> ServedRequest:
+        """Return the request as it is served where its turns may be resumed or exact."""
+        used = self._used()
+        if why_no_turns is not None:
+            why = f"{used[Feature.KV_TURNS]} does not work on this server: {why_no_turns}"
+        else:
+            row = refusal_of(self.policy, used, TOGETHER)
+            if row is None or Feature.KV_TURNS not in row.features:
+                return self._replace(auto=True)
+            why = row.why(self.policy, used)
+        return self._replace(exact=True, why_exact=why)
+
+    def _used(self, params: Any = None) -> Used:
         turns = self.resumed_turns
         used = {
             Feature.KV_TURNS: turns is not None,
@@ -90,7 +114,7 @@ class ServedRequest(NamedTuple):
         words = asked(*(feature for feature, is_used in used.items() if is_used))
         if turns is not None and self.session is not None:
             words[Feature.KV_TURNS] = "kv_session"
-        refuse(self.policy, words, TOGETHER)
+        return words
 
     def check_turns(self, prompt_len: int) -> None:
         """Raise ValueError if an earlier turn ends behind the request's prompt."""
@@ -127,11 +151,16 @@ def _full_policy() -> Policy:
     return load_policy(FULL_POLICY)
 
 
-def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = AUTO_MODE) -> ServedRequest:
+def resolve(
+    policy: Policy, keys: RequestKeys, turn_mode: str = AUTO_MODE, why_no_turns: str | None = None
+) -> ServedRequest:
     """Return the policy and the budget of a request with these settings, under the served policy.
 
-    `turn_mode` is of a request with turns that does not say one. ValueError: a policy that is not
-    served, or a value that it cannot work with.
+    `turn_mode` is of a request with turns that does not say one. In `AUTO_MODE` a request whose
+    turns cannot be resumed is served exactly, here or by `why_no_turns` (see `ServedSettings`).
+
+    Raises:
+        ValueError: a policy that is not served, or a value that it cannot work with.
     """
     chosen = policy
     if keys.policy == FULL_POLICY:
@@ -172,8 +201,10 @@ def resolve(policy: Policy, keys: RequestKeys, turn_mode: str = AUTO_MODE) -> Se
             "request came another way: send kv_turns"
         )
     mode = (keys.turn_mode or turn_mode) if keys.turns is not None else None
-    how = keys.application, keys.turns, keys.keep, mode == EXACT, mode == AUTO_MODE
+    how = keys.application, keys.turns, keys.keep, mode == EXACT
     served = ServedRequest(chosen, budget, *how, session=keys.session)
+    if mode == AUTO_MODE:
+        served = served.in_auto_mode(why_no_turns)
     served.check()
     return served
 
@@ -238,7 +269,7 @@ def check_request(
     check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} cannot be set by requests: leave it out")
-    served = resolve(policy, RequestKeys.parse(params.extra_args), turn_mode)
+    served = resolve(policy, RequestKeys.parse(params.extra_args), turn_mode, why_no_turns)
     served = with_template(served, params.extra_args)
     if served.resumed_turns is not None and why_no_turns is not None:
         key = "kv_turns" if served.session is None else "kv_session"
@@ -250,7 +281,10 @@ def check_request(
 
 
 def for_request(
-    policy: Policy, extra_args: Mapping[str, Any] | None, turn_mode: str = AUTO_MODE
+    policy: Policy,
+    extra_args: Mapping[str, Any] | None,
+    turn_mode: str = AUTO_MODE,
+    why_no_turns: str | None = None,
 ) -> ServedRequest:
     """Resolve a request's settings in a worker, which reports mistakes as `ServedRequest.error`.
 
@@ -258,9 +292,8 @@ def for_request(
     request replaces the policy's.
     """
     try:
-        served = with_template(
-            resolve(policy, RequestKeys.parse(extra_args), turn_mode), extra_args
-        )
+        served = resolve(policy, RequestKeys.parse(extra_args), turn_mode, why_no_turns)
+        served = with_template(served, extra_args)
         if extra_args and ALLOCATOR_KEY in extra_args:
             fields = hashable(extra_args[ALLOCATOR_KEY])
             served = served._replace(policy=with_allocator(served.policy, fields))

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_pyramid.policy.limits import MAX_TURNS
+
 # The front end adds this key to a request that names its session, if it knows why the request does
 # not continue the session's last turn: one of the first three reasons, and the numbers to it.
 WHY_KEY = "vllm_pyramid_why"
 
 UNKNOWN, DIFFERS, SETTINGS = "unknown", "differs", "settings"
 RESUMED, EXACT_MODE, PREFIX, UNEVICTED = "resumed", "exact", "prefix", "unevicted"
-SHORT, MISSING, UNCACHED = "short", "missing", "uncached"
+SHORT, MISSING, UNCACHED, CANNOT = "short", "missing", "uncached", "cannot"
 # Labels of the counter, in the order of the documentation.
 REASONS = (
-    *(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, PREFIX, UNEVICTED, SHORT, MISSING, UNCACHED),
+    *(RESUMED, UNKNOWN, DIFFERS, SETTINGS, EXACT_MODE, CANNOT, PREFIX, UNEVICTED, SHORT, MISSING),
+    UNCACHED,
 )
 
 
@@ -27,9 +30,11 @@ def words_of(why: Sequence[str | int], prompt_len: int) -> str:
     """Return a reason in words.
 
     Args:
-        why: the reason, and the numbers to it.
+        why: the reason, and the numbers to it; its words for `CANNOT`.
     """
     reason, *numbers = why
+    if reason == CANNOT:
+        return str(numbers[0])
     if reason == DIFFERS:
         start, stop, of_last = numbers
         if start == stop:
@@ -63,7 +68,8 @@ def words_of(why: Sequence[str | int], prompt_len: int) -> str:
 _WORDS = {
     RESUMED: "a session snapshot has no more of this prompt",
     UNKNOWN: "no earlier turn is known: the first of its session or conversation, or the session "
-    "was forgotten, or it came with another cache_salt or API key",
+    f"was forgotten or has had {MAX_TURNS} turns in a row, or it came with another cache_salt or "
+    "API key",
     SETTINGS: "the session's last turn had another policy, budget, kv_keep or kv_turn_mode",
     EXACT_MODE: "kv_turn_mode is exact: the turn selects from its whole prompt, of which what was "
     "found as a prefix is not computed again",

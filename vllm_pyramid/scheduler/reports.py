@@ -194,6 +194,8 @@ class Reports:
             if shows_cached:
                 report["resumed_tokens"] = sessions.resumed_tokens(request.request_id)
                 report["resumed"] = said
+            elif served.why_exact:
+                report["resumed"] = {"because": served.why_exact}
         resolved = plans.confirmed(request.request_id)
         if resolved is not None:
             number = plans.confirmed_number(request.request_id)

@@ -17,6 +17,7 @@ from vllm_pyramid.kv_cache.evicted_names import EvictedNames
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.request import ServedRequest
 from vllm_pyramid.policy.resumed import (
+    CANNOT,
     DIFFERS,
     EXACT_MODE,
     MISSING,
@@ -88,7 +89,9 @@ class ResumedTurns:
     def _why(
         self, request: Request, served: ServedRequest, names: EvictedNames | None, resumed: int
     ) -> tuple[str | int, ...]:
-        """Return the reason, and the numbers to it."""
+        """Return the reason, and the numbers or words to it."""
+        if served.why_exact:
+            return CANNOT, served.why_exact
         params = request.sampling_params
         why = read_why(None if params is None else params.extra_args)
         if not self._finds_prefixes:

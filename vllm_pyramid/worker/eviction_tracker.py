@@ -42,7 +42,8 @@ class EvictionTracker:
     Args:
         policy: the engine's policy. block_size: tokens of the largest cache block.
         num_layers: L; KV heads with block tables of their own count as layers.
-        max_num_reqs: rows of the runner's batch. turn_mode: see `ServedSettings`.
+        max_num_reqs: rows of the runner's batch.
+        turn_mode, why_no_turns: see `ServedSettings`.
 
     Attributes:
         hooks: the hooks of the policy's methods; set by the runtime, which makes them.
@@ -58,9 +59,10 @@ class EvictionTracker:
         block_size: int,
         max_num_reqs: int,
         turn_mode: str = AUTO_MODE,
+        why_no_turns: str | None = None,
     ) -> None:
         self.policy = policy
-        self._turn_mode = turn_mode
+        self._turns = turn_mode, why_no_turns
         self.num_layers = num_layers
         self.block_size = block_size
         self.step = Step.nothing(num_layers, 0)
@@ -97,7 +99,7 @@ class EvictionTracker:
         """
         self.remove(request_id)
         try:
-            served = for_request(self.policy, extra_args, self._turn_mode)
+            served = for_request(self.policy, extra_args, *self._turns)
             plan = served.plan(prompt_len, self.num_layers, self.block_size)
         except Exception as error:
             # Other workers may have made the plan, and will evict.

@@ -99,6 +99,7 @@ class WorkerRuntime:
             block_size=self.layers.block_size,
             max_num_reqs=config.scheduler_config.max_num_seqs + 1,
             turn_mode=settings.turn_mode,
+            why_no_turns=settings.why_no_turns,
         )
         self.tables = StepTables(runner_tables, self.layers, device)
         context = WorkerContext(

@@ -27,8 +27,8 @@ the best of the others until `top_p` is reached. The paper lets query heads choo
 - **A response** has `prefill_tiles_read` and `prefill_tiles_visible` (docs/usage.md).
 - **Refused**: CUDA; `h2o`, `scissorhands`, `keyformer`, `schedule: interval` (skipped tiles give no
   scores); `pyramidinfer`; and, not tried: solved lengths, `chunk.tokens`, selected pages, streaming
-  heads, V in host memory, sliding windows, states, drafts, pipeline stages, `kv_turns` (but
-  `kv_turn_mode: exact`).
+  heads, V in host memory, sliding windows, states, drafts, pipeline stages,
+  turns that resume (`kv_turn_mode: resume`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.versions import runs_without_plugins
 from vllm_pyramid.policy.capabilities import Feature
-from vllm_pyramid.policy.request_keys import AUTO_MODE, RESUME
+from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.tools.bench.job import STOCK_OFFLOADING, Job, Variant, variants_of
 from vllm_pyramid.tools.bench.options import Agents, EngineOptions, Prefix
 from vllm_pyramid.tools.bench.recordings import Recording, read_recording
@@ -148,7 +148,7 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
             "out"
         )
     for variant in variants:
-        resumes = job.resume or variant.turn_mode in (AUTO_MODE, RESUME)
+        resumes = job.resume or variant.turn_mode == RESUME
         memory = job.memory(variant) if resumes else None
         if memory and (reason := memory.policy.why_not(Feature.KV_TURNS)) is not None:
             flag = "--resume" if job.resume else f"--turn-modes {variant.turn_mode}"
