@@ -305,3 +305,19 @@ def test_what_cannot_be_found_is_off_or_refused() -> None:
         assert not pair.scheduler.kv_cache_manager.enable_caching
         with pytest.raises(ValueError, match=r"--enable-prefix-caching.*larger blocks"):
             Pair(beside=(beside,))
+
+
+def test_what_an_order_takes_goes_to_the_tier_once_no_other_bundle_has_it() -> None:
+    """Else a router would be told of the bundle on the device alone, whose copy the host has."""
+    pair = Pair(policy="full", budget="100%", policy_args=())
+    for name in ("a", "b"):
+        pair.add(name, prompt(24), 5)
+    assert pair.step() == {"a": 24, "b": 4}  # both compute the last bundle
+    prefixes, stored = pair.scheduler.coordinator.prefixes, []
+    pair.pool.tier.store = lambda bundle: stored.append((bundle.hash, bundle.hash in own))
+    own = pair.pool.bundles
+    names = list(own)
+    prefixes.claim("a", 5)
+    assert stored == [] and list(own) == names
+    prefixes.claim("b", 5)
+    assert stored == [(name, False) for name in names[5:]] and list(own) == names[:5]

@@ -236,11 +236,12 @@ class PrefixCache:
         return self._pool.release(bundles)
 
     def claim(self, request_id: str, bundles: Sequence[BlockBundle]) -> None:
-        """Make bundles a request's own blocks; the tier below keeps a copy of computed ones."""
-        for bundle in bundles:
-            if bundle.scheduled:
-                self._pool.tier.store(bundle)
+        """Make bundles a request's own blocks; the tier below copies what is computed and has no
+        other bundle."""
         self.withdraw(request_id, bundles)
+        for bundle in bundles:
+            if bundle.scheduled and bundle.hash not in self._pool.bundles:
+                self._pool.tier.store(bundle)
 
     def withdraw(self, request_id: str, bundles: Sequence[BlockBundle]) -> None:
         """Undo `publish` for bundles whose tokens will not be computed after all."""
