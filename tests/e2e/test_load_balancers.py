@@ -27,7 +27,7 @@ from tests.plumbing.one_device import (
     complete,
     flags,
 )
-from tests.plumbing.server import Server, free_port
+from tests.plumbing.server import Server, free_port, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 BLOCK = 16  # tokens: with a policy the default on a CPU
@@ -42,7 +42,8 @@ def one_device(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def subscribers() -> Iterator[list[Subscriber]]:
     """One for each replica: its port is that of the flag plus the replica's number."""
-    events, again = free_port(), free_port()
+    events = free_ports(8)
+    again = events + 4
     found = [Subscriber(f"tcp://*:{events + rank}", f"tcp://*:{again + rank}") for rank in range(4)]
     yield found
     for subscriber in found:
