@@ -23,7 +23,7 @@ from tests.plumbing.server import free_port
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.transfer.folder import FolderTransport
 
-TTL_S, WAIT_S, LIMIT_GIB = 4.0, 0.3, 0.024  # of states: a few of them
+TTL_S, WAIT_S, LIMIT_GIB = 6.0, 1.0, 0.024  # of states: a few of them
 STEPS_OF_CHECKS = 40
 COMMON: dict[str, Any] = {
     "kv_budget": "20%",
