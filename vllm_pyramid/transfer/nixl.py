@@ -100,7 +100,7 @@ class NixlTransport(TcpTransport):
                 self._known[self._metadata] = self._agent.name  # an engine may be its own peer
         super().__init__(settings, place)
 
-    def put(self, name: str, pieces: Sequence[memoryview], *more: Any) -> None:
+    def put(self, name: str, pieces: Sequence[memoryview]) -> None:
         num_bytes = sum(piece.nbytes for piece in pieces)
         if is_head(name) or not num_bytes:
             super().put(name, pieces)
@@ -112,7 +112,7 @@ class NixlTransport(TcpTransport):
             memory.data[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
             at += piece.nbytes
         place = _PLACE.pack(memory.data.ctypes.data + start, num_bytes) + self._metadata
-        super().put(name, [memoryview(place)], 0, lambda: memory.free(start))
+        self._serve(name, [memoryview(place)], 0, lambda: memory.free(start))
 
     def get(self, name: str, peer: str, largest: int) -> memoryview | None:
         if is_head(name):

@@ -133,17 +133,18 @@ class TcpTransport:
             serve = self._server.serve_forever
             threading.Thread(target=serve, daemon=True, name="kv-states").start()
 
-    def put(
+    def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        self._serve(name, pieces, sum(piece.nbytes for piece in pieces), lambda: None)
+
+    def _serve(
         self,
         name: str,
         pieces: Sequence[memoryview],
-        num_bytes: int | None = None,
-        release: Callable[[], object] = lambda: None,
+        num_bytes: int,
+        release: Callable[[], object],
     ) -> None:
-        """See `Transport.put` and `_Served`; `num_bytes` are those of the pieces if not given."""
+        """Serve pieces that take `num_bytes` of the limit; OSError: there is no room for them."""
         assert self._server is not None, "it sends nothing"
-        if num_bytes is None:
-            num_bytes = sum(piece.nbytes for piece in pieces)
         with self._server.lock:
             states = self._server.states
             used = sum(served.num_bytes for served in states.values())
