@@ -61,8 +61,7 @@ class StepEndEviction:
         self.num_layers, self._tables_per_layer = num_layers, tables_per_layer
         self._evictions: StepEvictions | None = None
         # What takes the step's scores in place of an eviction, and of which requests.
-        self._taker: EvictionHooks | None = None
-        self._scored: StepEvictions | None = None
+        self._taking: tuple[EvictionHooks, StepEvictions] | None = None
         self._calls: list[AttentionInputs] = []
         self._queries: list[torch.Tensor] = []
         self._chosen: Indices = np.zeros(0, np.int64)
@@ -111,7 +110,6 @@ class StepEndEviction:
         if len(self._calls) < self.num_layers:
             return
         calls, queries_of, memory = self._calls, self._queries, self._memory
-        scored = evictions if self._scored is None else self._scored
         self._forget()
         kinds = _of_one_kind(calls)
         for own in kinds:
@@ -122,18 +120,19 @@ class StepEndEviction:
                 queries = torch.cat([queries_of[place] for place in own])
             first = of_kind[0]
             of_kind[0] = replace(first, batch=replace(first.batch, query=queries))
-            self._evict(of_kind, scored, trace)
+            self._evict(of_kind, evictions, trace)
 
     def _begin(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
         """Choose the requests that are evicted at the step's end, and find their last queries."""
         self._forget()
         self._evictions, self._index, query = evictions, None, inputs.query
-        self._taker, self._scored = taken_scores(self.hooks, evictions) or (None, None)
+        self._taking = taken_scores(self.hooks, evictions)
         scored, wanted = evictions, evictions.shortened_anywhere()
-        if self._scored is not None:
+        if self._taking is not None:
             if wanted.size:
                 raise RuntimeError("a step evicts requests, and others are scored; report this")
-            scored, wanted = self._scored, np.arange(len(self._scored.request_ids))
+            _, scored = self._taking
+            wanted = np.arange(len(scored.request_ids))
         heads = query[0].numel() * query.element_size() if len(query) else 0
         of_each = self.num_layers * self.queries * heads // self._tables_per_layer
         most = max(1, QUERIES_BYTES // of_each) if of_each else len(wanted)
@@ -164,9 +163,11 @@ class StepEndEviction:
     def _evict(
         self, calls: list[AttentionInputs], evictions: StepEvictions, trace: TraceWriter | None
     ) -> None:
-        """Evict from layers whose rows the same kernels take together."""
-        joined, of_layers = JoinedTables(calls), [self._chosen] * len(calls)
-        if self._taker is None:
+        """Evict from layers whose rows the same kernels take together, or have them scored."""
+        joined, of_layers, taker = JoinedTables(calls), [self._chosen] * len(calls), None
+        if self._taking is not None:
+            taker, evictions = self._taking
+        else:
             own = np.setdiff1d(evictions.decided, self._others).tolist()
             copy_overwritten(evictions, calls, own, self.hooks.copy_blocks, joined)
             of_layers = [np.intersect1d(evictions.shortened(c.layer), self._chosen) for c in calls]
@@ -189,8 +190,8 @@ class StepEndEviction:
                 batch = batch_of_layers(
                     evictions, calls, joined, policy, *of_rows, num_queries=self.queries
                 )
-                if self._taker is not None:
-                    score_batch(batch, self._taker)
+                if taker is not None:
+                    score_batch(batch, taker)
                 else:
                     evict_batch(batch, None, self.hooks, trace)
 

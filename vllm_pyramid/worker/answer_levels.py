@@ -138,9 +138,9 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
         if self._scored:
             query = self._queries.of(inputs.layer, self._of_scored).flatten(0, 1)
             batch = replace(inputs.batch, query=query)
-            inputs_there, first = replace(inputs, batch=batch, log_sum_exp=None), self._scored[0]
-            for piece in first.pieces(inputs_there, np.arange(len(first.request_ids))):
-                score_batch(first.batch(inputs_there, self._policy, piece), self)
+            at_point, first = replace(inputs, batch=batch, log_sum_exp=None), self._scored[0]
+            for piece in first.pieces(at_point, np.arange(len(first.request_ids))):
+                score_batch(first.batch(at_point, self._policy, piece), self)
         self._queries.copy(inputs, self._behind)
 
     def take_scores(self, batch: EvictionBatch, scores: torch.Tensor) -> None:
