@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.methods.test_scorers import WINDOW, Oracle, group
 from tests.methods.views import MadeUp, cos_sin, made_up_centres, ready
-from vllm_pyramid.methods.r_kv import redundancy_of
+from vllm_pyramid.methods.r_kv import latest_similar, redundancy_of
 from vllm_pyramid.methods.triattention import Centres
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
@@ -134,6 +135,21 @@ def test_redundancy_needs_no_table_of_all_pairs(tokens: int, alike: float) -> No
     cosines.scatter_(2, places.amax(dim=-1, keepdim=True), 0.0)
     wanted = cosines.mean(dim=1).softmax(dim=-1)
     torch.testing.assert_close(redundancy_of(keys, 0.5).double(), wanted, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "alike", "share"),
+    [(1152, 0.0, 0.56), (2176, 0.0, 0.53), (1152, 1.2, 0.11), (2176, 1.2, 0.06)],
+)
+def test_a_pair_of_keys_is_compared_once_at_most(tokens: int, alike: float, share: float) -> None:
+    """Of all products of two keys; docs/design.md says so."""
+    source = torch.Generator().manual_seed(0)
+    keys = torch.randn(4, tokens, 64, generator=source)
+    keys += alike * torch.randn(4, 1, 64, generator=source)
+    with FlopCounterMode(display=False) as counter:
+        latest_similar(keys / keys.norm(dim=-1, keepdim=True), 0.5)
+    products = counter.get_total_flops() / (2 * 64 * 4)
+    assert products / tokens**2 == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
