@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plan import DeferredPlan, EvictionPoint
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint, IntArray
 from vllm_pyramid.policy.kept_spans import leading
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import METHOD, Failure
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm_pyramid.step.trace import TraceWriter
     from vllm_pyramid.step.window_mass import WindowMass
 
-IntArray = npt.NDArray[np.int32]
 # The fields of a batch with a number for each row.
 _LISTS = ("lens", "dead_prefixes", "keeps", "query_ends")
 _ON_HOST = ("shortened", "layers", *(f"host_{name}" for name in _LISTS))

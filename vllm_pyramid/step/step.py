@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plan import Eviction, EvictionPoint, Plan
+from vllm_pyramid.plan import Eviction, EvictionPoint, IntArray, Plan
 from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import Failures
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import StepNeeds
 
-IntArray = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.plan import DeferredPlan, EvictionPoint, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan, EvictionPoint, IntArray, RetentionPlan
 from vllm_pyramid.policy.kept_spans import Spans, leading
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
@@ -25,7 +25,6 @@ from vllm_pyramid.step.upload import upload
 if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
 
-IntArray = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
 

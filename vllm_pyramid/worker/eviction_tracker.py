@@ -42,8 +42,7 @@ class EvictionTracker:
     Args:
         policy: the engine's policy. block_size: tokens of the largest cache block.
         num_layers: L; KV heads with block tables of their own count as layers.
-        max_num_reqs: rows of the runner's batch.
-        turn_mode, why_no_turns: see `ServedSettings`.
+        max_num_reqs: rows of the runner's batch. turn_mode, why_no_turns: see `ServedSettings`.
 
     Attributes:
         hooks: the hooks of the policy's methods; set by the runtime, which makes them.
@@ -319,8 +318,7 @@ class EvictionTracker:
 
     def end_step(self) -> tuple[dict[str, Eviction], dict[str, Any]]:
         """Return the step's reports: evictions by request, and the methods'; its plans hold now."""
-        step = self.step
-        reports: dict[str, Any] = {}
+        step, reports = self.step, dict[str, Any]()
         for hooks in self.hooks.end_step:
             try:
                 report = hooks.end_step(step)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists, PageSelection
-from vllm_pyramid.methods.pages.step_rows import FullPages, IntArray, RowsOfStep, StepReadsPlan
+from vllm_pyramid.methods.pages.step_rows import FullPages, RowsOfStep, StepReadsPlan
+from vllm_pyramid.plan import IntArray
 from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadRequests
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload

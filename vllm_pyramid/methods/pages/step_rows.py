@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan import PlanMismatchError
+from vllm_pyramid.plan import IntArray, PlanMismatchError
 
 if TYPE_CHECKING:
     from vllm_pyramid.step.step import Step
-
-IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
