@@ -13,7 +13,7 @@ With `--count` answers have as many tokens as the right ones and are not scored:
 tables from a pool for POOL of their requests, whole. These counts follow from lengths, under
 pressure from scores too. Without `--model`, the built-in one serves.
 
-Each policy runs in a process of its own, with all its budgets.
+Each policy has a process, which runs all its budgets.
 """
 
 from __future__ import annotations

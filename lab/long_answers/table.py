@@ -35,7 +35,7 @@ class Table:
 
     @property
     def question(self) -> str:
-        """Return what the model is asked, an example of one line included."""
+        """Return the question to the model, with an example of one line."""
         example = (12345, "Peter", "Hamburg")
         csv = "\n".join(",".join(map(str, row)) for row in self.rows)
         return (

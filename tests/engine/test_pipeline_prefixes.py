@@ -104,5 +104,5 @@ def test_two_stages_share_prefixes(engines: EnginePool, tiny_model: Any, tmp_pat
     assert cached[: len(alone)] == [found for _, _, _, found in alone]
     assert not any(cached[len(alone) : -2]), "prompts of their own"
     assert cached[-1] == _all_but_window(300)
-    assert result["evictions"] > len(alone) + len(crowd) + 2, "nobody was preempted"
+    assert result["evictions"] > len(alone) + len(crowd) + 2, "no request was preempted"
     assert result["free_blocks"] == [BLOCKS - 1] * 2

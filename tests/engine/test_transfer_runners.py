@@ -78,7 +78,7 @@ def _run(
     own: dict[str, Any],
     **env: str,
 ) -> dict[str, Any]:
-    """Run the waves in a process of its own, in an engine over the folder of states."""
+    """Run the waves in a new process, in an engine over the folder of states."""
     connector = {
         "kv_connector": "PyramidConnector",
         "kv_role": "kv_both",

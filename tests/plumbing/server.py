@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of some ports in a row, which the system gives to nobody who asks for any port."""
+    """The first of `count` free ports in a row, below those that the system gives by itself."""
     while True:
         first = random.randrange(20000, 32768 - count)
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
