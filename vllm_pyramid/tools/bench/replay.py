@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
 
-from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.tools.bench.engine import Engine, sampling
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import Pages
@@ -55,8 +54,6 @@ class Replay:
         on_finish: Callable[[], None],
     ) -> None:
         self._engine, self._budget, self._turn_mode = engine, budget, turn_mode
-        settings = ServedSettings.of(engine.client.vllm_config)
-        self._keeps = settings is not None and settings.keep_tools
         self._salt, self._own_answers, self._ends = salt, own_answers, set(ends)
         self._on_finish = on_finish
         self._waiting: list[_Agent] = []
@@ -109,7 +106,7 @@ class Replay:
         if self._turn_mode is not None:
             own = {"kv_session": f"agent-{agent.number}", "kv_turn_mode": self._turn_mode}
         turn = agent.turns[index]
-        if self._keeps and turn.fixed:
+        if self._engine.keeps_tools and turn.fixed:
             own["kv_keep"] = [0, turn.fixed]
         params = sampling(turn.max_tokens, self._budget, **own)
         name = self._engine.send(prompt, params, self._salt)
