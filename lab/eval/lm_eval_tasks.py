@@ -100,14 +100,21 @@ class LmEvalTask(Task):
     Args:
         task: as lm-eval's `TaskManager` loads it. length: of all its prompts, 0 if it varies.
         chat: put prompts into the model's chat template. may_be_cut: see `Sample`.
+        max_answer: the most tokens of an answer; None for what the task says.
     """
 
     def __init__(
-        self, task: Any, *, length: int = 0, chat: bool = False, may_be_cut: bool = True
+        self,
+        task: Any,
+        *,
+        length: int = 0,
+        chat: bool = False,
+        may_be_cut: bool = True,
+        max_answer: int | None = None,
     ) -> None:
         self.name = str(task.config.task)
         self._task, self._length = task, length
-        self._chat, self._may_be_cut = chat, may_be_cut
+        self._chat, self._may_be_cut, self._max_answer = chat, may_be_cut, max_answer
         self._tokens: Tokens | None = None
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -169,7 +176,7 @@ class LmEvalTask(Task):
         return Sample(
             prompt=prompt,
             answers=(),
-            max_tokens=settings["max_gen_toks"],
+            max_tokens=self._max_answer or settings["max_gen_toks"],
             facts={"entry": request.doc_id},
             stop=tuple(text for text in settings["until"] if text),
             may_be_cut=self._may_be_cut,
@@ -233,7 +240,9 @@ def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
         raise ValueError(reason) from error
 
 
-def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
+def load_tasks(
+    specs: Sequence[str], *, chat: bool, max_answer: int | None = None
+) -> list[LmEvalTask]:
     """Return the tasks of a list: names, groups, `.yaml` files, and `NAME=FILE.jsonl`.
 
     The last is lm-eval's task NAME on the entries of a file. ValueError if lm-eval does not know
@@ -245,7 +254,8 @@ def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
         folder = Path(spec).absolute().parent if spec.endswith((".yaml", ".yml")) else None
         found = _load_on_file(name, Path(file)) if equals else _load(spec, folder)
         plain = name.removeprefix("longbench_").removesuffix("_e") in _CONTINUED
-        tasks += [LmEvalTask(task, chat=chat and not plain) for task in found]
+        settings: dict[str, Any] = {"chat": chat and not plain, "max_answer": max_answer}
+        tasks += [LmEvalTask(task, **settings) for task in found]
     return tasks
 
 

@@ -154,8 +154,9 @@ def test_a_registered_task_on_a_file(tmp_path: Path) -> None:
         {"question": "1 + 1?", "answer": "It is #### 2"},
         {"question": "1 + 2?", "answer": "It is #### 3"},
     )
-    (task,) = load_tasks([f"gsm8k_cot={data}"], chat=False)
+    (task,) = load_tasks([f"gsm8k_cot={data}"], chat=False, max_answer=640)
     first, second = samples(task)
+    assert first.max_tokens == 640
     assert first.prompt.endswith("The answer is 8.\n\nQ: 1 + 1?\nA:") and "Q:" in first.stop
     assert second.prompt.endswith("The answer is 8.\n\nQ: 1 + 2?\nA:")
     assert samples(task) == [first, second], "the same prompts again"
