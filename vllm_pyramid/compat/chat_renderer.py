@@ -102,7 +102,8 @@ def install(spans: ChatSpans) -> None:
         try:
             return text_of(self, prompt), spans.mark(messages)
         except VLLMValidationError as error:
-            return spans.give_up(self.config, error)
+            spans.give_up(self.config, error)
+            return None
 
     def render_messages(render: Any, self: Any, messages: Any, params: Any) -> Any:
         rendered: Any = render(self, messages, params)
