@@ -207,9 +207,6 @@ CASES: dict[str, Case] = {
         scored=False,
         best=False,
     ),
-    "sparse-prefill": keeps_all(
-        args={"prefill": {"top_p": 0.5}}, beyond=None, exact=False, least_step=200, oracle=False
-    ),
 }
 # Features beside a policy, and models in which not every layer evicts.
 _COMPILED = {"enforce_eager": False}

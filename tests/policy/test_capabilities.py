@@ -27,7 +27,6 @@ pytestmark = pytest.mark.cpu
 
 F = Feature
 OWN_PAGES = {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}}
-SPARSE = {"prefill": "antidiagonal"}
 HOST = {"values": "host"}
 
 
@@ -49,7 +48,6 @@ HOST = {"values": "host"}
         ("snapkv", {"attend": "pages"}, {F.KV_TURNS}, "a resumed answer"),
         ("select", OWN_PAGES, {F.HOST_FOLDER}, "may be another after a restart"),
         ("select", OWN_PAGES, {F.CUDA}, "would wait for the device"),
-        ("snapkv", SPARSE, {F.KV_TURNS}, "where a turn ended inside a tile"),
         *(
             ("duoattention", {}, {one, place}, f"{one.words} {place.words}: it was not tried")
             for one in (F.TENSOR_PARALLEL, F.PIPELINE, F.DATA_PARALLEL, F.DRAFTS, F.TRACE)

@@ -42,7 +42,6 @@ KINDS = {
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
     "heads": {"adaptive", "alike", "recovering", "streaming"},
-    "prefill": {"all", "antidiagonal"},
 }
 
 
