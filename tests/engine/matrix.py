@@ -145,7 +145,6 @@ CASES: dict[str, Case] = {
     "keydiff": Case("25%", {"window": 8}),
     # Lengths of the scores.
     "xkv": Case("20%", resumes=False, core=True),
-    "zigzagkv": Case("20%", resumes=False),
     # Inside the prompt too.
     "snapkv-chunked": inside(48, {"chunk.tokens": 64, "chunk.keep": 64, **_WIDE}, core=True),
     "pyramidkv-chunked": inside(40, {"chunk.tokens": 80, "chunk.keep": 80}),

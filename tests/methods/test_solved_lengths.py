@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from vllm_pyramid.methods.solved.lengths import (
     best_lengths,
     least_lengths,
-    minimum_budgets,
     retention,
-    shares_of,
     sum_of_heads,
 )
 
@@ -110,21 +108,6 @@ def test_equal_scores_go_to_the_lower_layer() -> None:
     assert least_lengths(scores, 0.5, limit=12).tolist() == [4, 2, 0]
     assert best_lengths(scores, 0).tolist() == [0, 0, 0]
     assert best_lengths(scores, 12).tolist() == [4, 4, 4]
-
-
-@settings(max_examples=200)
-@given(score_tables(), st.sampled_from([0.1, 0.5, 0.9, 1.0]))
-def test_the_fewest_tokens_that_hold_a_share(scores: torch.Tensor, goal: float) -> None:
-    needed = minimum_budgets(scores, goal).tolist()
-    for row, count in zip(shares_of(scores).tolist(), needed, strict=True):
-        if not sum(row):
-            assert count == 0  # no number of tokens does
-            continue
-        descending = sorted(row, reverse=True)
-        assert sum(descending[:count]) >= goal - 2 * CLOSE
-        assert sum(descending[: count - 1]) < goal
-    padded = torch.nn.functional.pad(scores, (0, 3))
-    assert minimum_budgets(padded, goal).tolist() == needed  # zeros behind the context
 
 
 def test_heads_are_added_in_one_order_whatever_the_batch() -> None:

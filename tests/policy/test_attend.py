@@ -110,7 +110,6 @@ def test_a_request_has_a_budget_of_its_own() -> None:
         ("h2o", {}, "a key that is not read gets no score"),
         ("pyramidinfer", {}, "selecting was not tried"),
         ("kcache", {}, "keeps V in host memory"),
-        ("select", {"attend.allocator": "needed_tokens"}, "does not divide a number of tokens"),
         ("select", {"attend.budget": 80}, "give at least 81"),
         ("select", {"attend.scorer": "boxes"}, r"unknown attend.scorer kind 'boxes' \(did you "),
         (

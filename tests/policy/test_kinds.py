@@ -34,7 +34,7 @@ KINDS = {
     },
     "allocator": {
         *("uniform", "shares", "arithmetic"),
-        *("global", "needed_tokens", "decay"),
+        *("global", "decay"),
     },
     "selector": {"top_k", "top_k_shared"},
     "schedule": {"prompt_end", "interval", "pressure", "thin_generated"},

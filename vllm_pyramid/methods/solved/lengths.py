@@ -104,21 +104,6 @@ def _split_at(
     return above + torch.minimum((left - before).clamp(min=0), equal)
 
 
-def minimum_budgets(scores: torch.Tensor, goal: float) -> torch.Tensor:
-    """Return the least number of tokens that hold a share `goal` of a head's score: `[...]` int64.
-
-    With `goal` 0.9 this is ZigZagKV's minimum budget size to maintain attention (MBA). `scores` are
-    `[..., n]`, not negative; zeros behind the context do not count. It is 0 for a head whose scores
-    are all 0.
-    """
-    descending = shares_of(scores).sort(dim=-1, descending=True).values
-    sums = descending.cumsum(dim=-1)
-    needed = (sums < goal - ROUNDING).sum(dim=-1) + 1
-    # Without this a head whose scores are all 0 would seem to need all n tokens, and n depends on
-    # the longest prompt of the batch.
-    return torch.where(sums[..., -1] > 0, needed.clamp(max=scores.shape[-1]), 0)
-
-
 def sum_of_heads(values: torch.Tensor) -> torch.Tensor:
     """Sum over dimension 1, one head after the other: `[S, G, ...]` to `[S, ...]`.
 
