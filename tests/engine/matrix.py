@@ -116,12 +116,6 @@ def of_heads(**changes: Any) -> Case:
     return Case(**{"own": (), "resumes": False, **changes})
 
 
-def solves_heads(**changes: Any) -> Case:
-    """Return the row of a policy that solves the lengths of KV heads; traces are refused."""
-    no = {"shares": False, "traced": False, "oracle": False, "best": False}
-    return of_heads(**{**no, **changes})
-
-
 _ATTEND = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
 _PAGES: dict[str, Any] = {
     "oracle": False,
@@ -183,15 +177,15 @@ CASES: dict[str, Case] = {
     "razorattention": of_heads(
         args={**_HEADS, "heads.recent": 40, "heads.recent_share": 0.25}, beyond=None
     ),
-    "adakv": solves_heads(
+    "adakv": of_heads(
         budget="25%",
         args={"window": 16},
         beyond={"kv_budget": "100%"},
         own=({"kv_budget": "60%"},),
-    ),
-    "fastgen": solves_heads(
-        args={"window": 8, "scorer.queries": 8, "shares": [0.0, 0.25, 1.0], "recovery": 0.1},
-        beyond=None,
+        shares=False,
+        traced=False,  # refused
+        oracle=False,
+        best=False,
     ),
     # Prompts that are not computed in full.
     "pyramidinfer": Case(

@@ -156,7 +156,7 @@ def test_a_retention_has_no_budget_of_its_own() -> None:
     assert isinstance(limited, DeferredPlan) and limited.budget_tokens == 100 and not limited.exact
 
 
-@pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED - SPLIT - {"fastgen"}))
+@pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED - SPLIT))
 def test_a_budget_as_long_as_the_prompt_evicts_nothing(name: str) -> None:
     policy = PRESETS[name]
     for budget in ("100%", 4096, 4097) if policy.evicts else ("100%",):
@@ -198,7 +198,7 @@ def test_which_policies_evict_and_need_scores() -> None:
     assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host
     needs = {name for name, policy in PRESETS.items() if policy.scorer.needs_queries}
     solved = {name for name, policy in PRESETS.items() if policy.defers}
-    assert solved == {"xkv", "adakv", "fastgen"}
+    assert solved == {"xkv", "adakv"}
     assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
     seen_without = {"full", "kcache", "streaming-llm", "h2o", "scissorhands", *THINNED}
     assert not needs & seen_without

@@ -41,7 +41,7 @@ KINDS = {
     "chunk": {"points"},
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
-    "heads": {"adaptive", "alike", "recovering", "streaming"},
+    "heads": {"adaptive", "alike", "streaming"},
 }
 
 
