@@ -59,10 +59,8 @@ class Bench:
     full: list[Outcome] | None = None
 
     def __post_init__(self) -> None:
-        # Where summaries depend on queries too, tests/methods/test_pages.py looks at them.
-        attend = self.policy.attend
-        by_keys = isinstance(attend, SelectPages) and not attend.scorer.needs_queries
-        self.summaries = SummaryCheck() if by_keys else None
+        selects = isinstance(self.policy.attend, SelectPages)
+        self.summaries = SummaryCheck() if selects else None
 
     def look(self, engine: Engine) -> None:
         """Check after a step: every block is somebody's, and summaries are those of their keys."""

@@ -153,7 +153,6 @@ CASES: dict[str, Case] = {
     # Pages.
     "select": keeps_all(args={"attend": _ATTEND}, **_PAGES, core=True),
     "quest": keeps_all(args={"attend.budget": 96}, **_PAGES),
-    "infllm": keeps_all(args={"attend": {**_ATTEND, "dense_layers": 0}}, **_PAGES),
     "select-evicted": Case(
         "50%",
         {"attend": _ATTEND, **_WIDE},

@@ -296,7 +296,7 @@ def test_prompt_logprobs_of_prompts_that_are_not_attended_to_in_full(name: str) 
 @pytest.mark.parametrize("name", policy_names())
 def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
     served = KVSettings(kv_policy=name).served()
-    keep_all = ("full", "kcache", "quest", "select", "infllm")
+    keep_all = ("full", "kcache", "quest", "select")
     assert served is not None and served.forecasts == (name not in keep_all)
     for admission, forecasts in (("forecast", True), ("prompt", False)):
         settings = KVSettings(kv_policy=name, kv_admission=admission)

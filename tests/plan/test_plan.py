@@ -192,7 +192,7 @@ def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
 
 def test_which_policies_evict_and_need_scores() -> None:
     keep_all = {name for name, policy in PRESETS.items() if not policy.evicts}
-    assert keep_all == {"full", "kcache", "quest", "select", "infllm"}
+    assert keep_all == {"full", "kcache", "quest", "select"}
     on_host = {n for n, policy in PRESETS.items() if not policy.values.on_device(10**6)}
     assert on_host == {"kcache"}
     assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host

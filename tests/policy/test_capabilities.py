@@ -75,7 +75,6 @@ def test_what_nothing_stands_against() -> None:
     refuse(streams, asked(*alone))
     refuse(streams, asked(F.CUDA, F.PREFIX_CACHING))
     refuse(load_policy("select"), asked(F.DRAFTS, F.CPU, F.PIPELINE, F.CACHE_OF_8_BITS))
-    refuse(load_policy("infllm"), asked(F.PIPELINE, F.DATA_PARALLEL, F.CPU))
     refuse(load_policy("pyramidinfer"), asked(F.DRAFTS, F.DRAFT_MODEL))
     for name in ("full", "kcache", "select"):
         refuse(load_policy(name), asked(F.KV_KEEP, F.INNER_SPANS, F.PROMPT_LOGPROBS))
