@@ -22,7 +22,6 @@ import pytest
 
 from tests.plumbing.browser import browser, complaints, take_picture
 from tests.plumbing.server import Server, serving
-from tests.tools.test_grafana import METRIC, queries
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.demo.run import build_prompt
@@ -372,18 +371,6 @@ def test_turns_of_a_named_session_are_those_of_carried_turns(
     assert turn(server, prompts[2], "named", session="talk")[2]["kv_turns"] == [turns[2]]
     assert main(["sessions", server.url, "--api-key", "wrong"]) == 2
     assert "this server needs its API key" in capsys.readouterr().err
-
-
-def test_every_query_of_grafana_finds_its_metrics(server: Server) -> None:
-    prompt, _ = build_prompt(model_path(), 300)  # a server exports them from its first request on
-    client(server).completions.create(model=str(model_path()), prompt=prompt, max_tokens=2)
-    exported = {
-        name + suffix
-        for name in re.findall(r"^# TYPE (\S+)", server.metrics_text(), re.M)
-        for suffix in ("", "_bucket")
-    }
-    wanted = {name for query in queries().values() for name in METRIC.findall(query)}
-    assert wanted <= exported
 
 
 def test_the_conversation_of_the_examples_resumes(
