@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that are kept, and what decoding makes of them, against `paper.py`.
-
-All in float32. Lengths are those of the papers' formulas, of several models and settings.
-"""
+"""The tokens that are kept, and what decoding makes of them, against `paper.py`."""
 
 from __future__ import annotations
 

@@ -234,10 +234,7 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("at_once", [choosing.ROWS_AT_ONCE, 2])
 def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """A prompt's chunk, a token with drafts that choose, and a short answer, in one call.
-
-    Rows that are scored in parts choose as if they were scored together.
-    """
+    """A prompt's chunk, a token with drafts that choose, and a short answer, in one call."""
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
     selector = _selector(policy.attend, 64)
     source = torch.Generator().manual_seed(1)
