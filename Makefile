@@ -100,7 +100,7 @@ fuzz: $(STAMP)  ## Hostile requests to a server, among honest ones (FUZZ_REQUEST
 
 ATTACK_ROUNDS ?= 20
 attack-cost: $(STAMP)  ## How much hostile requests slow an honest answer: on an idle machine (ATTACK_ROUNDS).
-	$(TEST_ENV) $(PY) -m tests.attack.slowdown --rounds $(ATTACK_ROUNDS)
+	$(TEST_ENV) $(PY) -m lab.attack_cost --rounds $(ATTACK_ROUNDS)
 
 lint: $(STAMP)  ## ruff (rules and format), mypy, and links, licences and packaging.
 	$(PY) -m ruff check .

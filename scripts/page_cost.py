@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a server an open page takes, and `top`: processor time, and speed of decoding.
+"""How much of a server an open page takes: processor time, and speed of decoding.
 
     python -m scripts.page_cost
 
@@ -10,12 +10,11 @@ It starts a server and measures twice:
                 that of as many idle seconds before and after, is what a look costs. Waiting and
                 other programs of the machine do not count. Looks a second times that is the share
                 of one core; no step can be later by more.
-    decoding    Rounds in which the same tokens are decoded while nothing looks, a page does, and
-                `top` does, in another order each time: ratios of processor time and of wall time
-                to `closed`. Run it on an idle machine; ratios are as noisy as the machine.
+    decoding    Rounds in which the same tokens are decoded while nothing looks and while a page
+                does, in another order each time: ratios of processor time and of wall time to
+                `closed`. Run it on an idle machine; ratios are as noisy as the machine.
 
-A page asks for its data every second, and for /metrics every fifth time; `top` reads /metrics every
-two seconds.
+A page asks for its data every second, and for /metrics every fifth time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ FLAGS = (
 )
 DATA, METRICS = "/pyramid/data", "/metrics"
 # Looks a second, by who looks.
-RATES = {"page": {DATA: 1.0, METRICS: 0.2}, "top": {METRICS: 0.5}}
+RATES = {"page": {DATA: 1.0, METRICS: 0.2}}
 PROMPT_TOKENS, LONGEST = 512, 1500
 ENGINE, FRONT_END = "engine core", "API server"
 
@@ -185,7 +184,7 @@ async def alternate(
 
 
 def print_looks(found: dict[str, dict[str, float]]) -> None:
-    """Print what looks cost, and what page and `top` make of it."""
+    """Print what looks cost, and what a page makes of it."""
     for path, used in found.items():
         parts = ", ".join(f"{part} {1000 * seconds:.2f}" for part, seconds in used.items())
         print(f"a look at {path}: {1000 * sum(used.values()):.2f} ms of processor time ({parts})")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agents of the examples, against a server that answers as a model with tools would.
-
-The models of the tests call no tools; tests/test_examples.py runs both agents on one of them.
-"""
+"""The agents of the examples, against a server that answers as a model with tools would."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example runs as its first lines say. Three starts of an engine, one for each that needs it.
-
-The server and the offline example write traces, which the plotting example reads.
-"""
+"""Every example runs as its first lines say."""
 
 from __future__ import annotations
 

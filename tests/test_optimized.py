@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards of results and of memory hold under `python -O`, which leaves `assert` out.
-
-pytest itself does not work under `-O` (a test's `assert` would be left out, too), so these run in a
-process of their own, whose checks are exceptions.
-"""
+"""Guards of results and of memory hold under `python -O`, which leaves `assert` out."""
 
 from __future__ import annotations
 

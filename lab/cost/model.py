@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of docs/performance.md, and the table of `python -m lab.cost`.
+"""The cost model of lab/cost/README.md, and the table of `python -m lab.cost`.
 
 The model is a lower bound on time. It counts memory reads at the streaming rate and arithmetic at
 the rate of a large matrix product. Linear layers and attention run one after the other. It leaves

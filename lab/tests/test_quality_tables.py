@@ -34,7 +34,7 @@ SMALL = {
     "small": {
         "title": "A small table",
         "study": {
-            "methods": ["full", "snapkv", "snapkv-expected", "zigzagkv"],
+            "methods": ["full", "snapkv", "snapkv-expected", "xkv"],
             "tasks": ["needle", "perplexity"],
             "lengths": [256],
             "budgets": ["25%", "50%"],

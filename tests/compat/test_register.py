@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM that is not supported works as without the package, and refuses policies by its reason.
-
-Each case is a process whose vLLM pretends to be another one before it loads its plugins.
-"""
+"""A vLLM that is not supported works as without the package, and refuses policies by its reason."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on two hosts, without Ray, started as docs/parallel.md says, until a host is lost.
-
-The hosts are namespaces of the kernel, joined by a cable; everything computes on the CPU.
-"""
+"""One model on two hosts, without Ray, started as docs/parallel.md says, until a host is lost."""
 
 from __future__ import annotations
 

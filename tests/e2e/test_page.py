@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server with `--kv-page` and an API key: the page in a browser under load, `top`, clients."""
+"""One server with `--kv-page` and an API key: the page in a browser under load, and clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import pytest
 
 from tests.plumbing.browser import browser, complaints, take_picture
 from tests.plumbing.server import Server, serving
-from tests.tools.test_grafana import METRIC, queries
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.demo.run import build_prompt
@@ -372,27 +371,6 @@ def test_turns_of_a_named_session_are_those_of_carried_turns(
     assert turn(server, prompts[2], "named", session="talk")[2]["kv_turns"] == [turns[2]]
     assert main(["sessions", server.url, "--api-key", "wrong"]) == 2
     assert "this server needs its API key" in capsys.readouterr().err
-
-
-def test_top_shows_the_server(
-    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["top", "--once", server.url]) == 0
-    out = capsys.readouterr().out
-    assert "pyramidkv 15%" in out and "blocks held" in out
-
-
-def test_every_query_of_grafana_finds_its_metrics(server: Server) -> None:
-    prompt, _ = build_prompt(model_path(), 300)  # a server exports them from its first request on
-    client(server).completions.create(model=str(model_path()), prompt=prompt, max_tokens=2)
-    exported = {
-        name + suffix
-        for name in re.findall(r"^# TYPE (\S+)", server.metrics_text(), re.M)
-        for suffix in ("", "_bucket")
-    }
-    wanted = {name for query in queries().values() for name in METRIC.findall(query)}
-    assert wanted <= exported
 
 
 def test_the_conversation_of_the_examples_resumes(

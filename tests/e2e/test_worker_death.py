@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that is killed under load takes the server with it, and every request gets an error.
-
-The engine core, each rank of tensor parallelism and each pipeline stage; a replica of data
-parallelism is killed in `test_data_parallel.py`.
-"""
+"""A process that is killed under load takes the server with it, and every request gets an error."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LENGTHS = (20, 57, 130, 300, 520)
 EDGES = (1, 7, 8, 9, 16, 17, 255, 512, 513)
 # What a request reports of the chunks that its prompt came in, and of what it computed twice.
 OF_CHUNKS = {"v_bytes_written", "v_bytes_read", "v_bytes_read_per_token"}
-OF_CHUNKS |= {"prefill_tiles_read", "prefill_tiles_visible", "resumed_tokens", "resumed"}
+OF_CHUNKS |= {"resumed_tokens", "resumed"}
 OF_COMPUTING = {"pages_read", "pages_visible", "attended_tokens"}
 SALTS = itertools.count()
 
@@ -59,10 +59,8 @@ class Bench:
     full: list[Outcome] | None = None
 
     def __post_init__(self) -> None:
-        # Where summaries depend on queries too, tests/methods/test_pages.py looks at them.
-        attend = self.policy.attend
-        by_keys = isinstance(attend, SelectPages) and not attend.scorer.needs_queries
-        self.summaries = SummaryCheck() if by_keys else None
+        selects = isinstance(self.policy.attend, SelectPages)
+        self.summaries = SummaryCheck() if selects else None
 
     def look(self, engine: Engine) -> None:
         """Check after a step: every block is somebody's, and summaries are those of their keys."""

@@ -116,12 +116,6 @@ def of_heads(**changes: Any) -> Case:
     return Case(**{"own": (), "resumes": False, **changes})
 
 
-def solves_heads(**changes: Any) -> Case:
-    """Return the row of a policy that solves the lengths of KV heads; traces are refused."""
-    no = {"shares": False, "traced": False, "oracle": False, "best": False}
-    return of_heads(**{**no, **changes})
-
-
 _ATTEND = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
 _PAGES: dict[str, Any] = {
     "oracle": False,
@@ -145,7 +139,6 @@ CASES: dict[str, Case] = {
     "keydiff": Case("25%", {"window": 8}),
     # Lengths of the scores.
     "xkv": Case("20%", resumes=False, core=True),
-    "zigzagkv": Case("20%", resumes=False),
     # Inside the prompt too.
     "snapkv-chunked": inside(48, {"chunk.tokens": 64, "chunk.keep": 64, **_WIDE}, core=True),
     "pyramidkv-chunked": inside(40, {"chunk.tokens": 80, "chunk.keep": 80}),
@@ -160,7 +153,6 @@ CASES: dict[str, Case] = {
     # Pages.
     "select": keeps_all(args={"attend": _ATTEND}, **_PAGES, core=True),
     "quest": keeps_all(args={"attend.budget": 96}, **_PAGES),
-    "infllm": keeps_all(args={"attend": {**_ATTEND, "dense_layers": 0}}, **_PAGES),
     "select-evicted": Case(
         "50%",
         {"attend": _ATTEND, **_WIDE},
@@ -184,15 +176,15 @@ CASES: dict[str, Case] = {
     "razorattention": of_heads(
         args={**_HEADS, "heads.recent": 40, "heads.recent_share": 0.25}, beyond=None
     ),
-    "adakv": solves_heads(
+    "adakv": of_heads(
         budget="25%",
         args={"window": 16},
         beyond={"kv_budget": "100%"},
         own=({"kv_budget": "60%"},),
-    ),
-    "fastgen": solves_heads(
-        args={"window": 8, "scorer.queries": 8, "shares": [0.0, 0.25, 1.0], "recovery": 0.1},
-        beyond=None,
+        shares=False,
+        traced=False,  # refused
+        oracle=False,
+        best=False,
     ),
     # Prompts that are not computed in full.
     "pyramidinfer": Case(
@@ -206,9 +198,6 @@ CASES: dict[str, Case] = {
         oracle=False,
         scored=False,
         best=False,
-    ),
-    "sparse-prefill": keeps_all(
-        args={"prefill": {"top_p": 0.5}}, beyond=None, exact=False, least_step=200, oracle=False
     ),
 }
 # Features beside a policy, and models in which not every layer evicts.

@@ -188,23 +188,3 @@ def xkv_lengths(
         if max(wait) < 0:
             break
     return allocation
-
-
-def lengths_in_proportion(weights: Sequence[float], mean: int, floor: float = 0.0) -> list[float]:
-    """Real lengths: `floor` times B in every layer, the rest in proportion to the weights."""
-    rest = mean * len(weights) * (1 - floor)
-    return [floor * mean + rest * weight / sum(weights) for weight in weights]
-
-
-def tokens_for_share(scores: torch.Tensor, share: float) -> float:
-    """ZigZagKV's LMBA: mean over the heads of the fewest tokens that hold `share` of a head."""
-    counts = []
-    for head in scores:
-        needed, count = share * float(head.sum()), 0
-        for value in sorted(head.tolist(), reverse=True):
-            if needed <= 1e-9:
-                break
-            needed -= value
-            count += 1
-        counts.append(count)
-    return sum(counts) / len(counts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support import Engine, EnginePool, Job, assert_same_tokens, greedy, random_prompts
+from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -84,38 +84,6 @@ def test_prompt_logprobs(engine: Engine) -> None:
     assert len(runs[0].output.prompt_logprobs) == 300
     for ours, full in zip(*(run.output.prompt_logprobs[1:] for run in runs), strict=True):
         assert {t: p.logprob for t, p in ours.items()} == {t: p.logprob for t, p in full.items()}
-
-
-def test_settings_of_requests_mix_in_one_step(engines: EnginePool, random_model: Path) -> None:
-    """Spans beside a conversation's second eviction: all answers are those of requests alone."""
-    settings = {**SETTINGS, "kv_policy": "snapkv", "kv_budget": 64, "max_num_batched_tokens": 260}
-    engine = engines.get(random_model, **settings, enable_prefix_caching=False)
-    own: list[dict[str, Any]] = [
-        {"kv_turns": [200, 400]},
-        {"kv_keep": [20, 27]},
-        {},
-        {"kv_keep": [0, 9, 60, 90], "kv_budget": 40},
-        {"kv_policy": "full"},
-        {"kv_turns": [90], "kv_keep": [0, 120]},
-    ]
-    prompts = _prompts(600, 170, 300, 120, 130, 240)
-    jobs = [
-        [
-            Job(prompt, greedy(12, logprobs=2, **extra))
-            for prompt, extra in zip(prompts, own, strict=True)
-        ]
-        for _ in range(2)
-    ]
-    together = engine.run(jobs[0])
-    assert [run.output.outputs[0].finish_reason for run in together] == ["length"] * len(own)
-    assert [run.report["kv_budget"] for run in together] == [64, 64, 64, 40, 130, 64]
-    protected = [run.report.get("protected_tokens") for run in together]
-    assert protected == [None, 7, None, 39, None, 120]
-    for run, stays in zip(together, protected, strict=True):
-        held = {kept - run.report["kv_budget"] - (stays or 0) for kept in run.report["kept_tokens"]}
-        assert held <= {*range(16)}
-    assert_same_tokens(together, [engine.run([job])[0] for job in jobs[1]])
-    engine.check_whole()
 
 
 def test_sessions_where_requests_may_not_give_turns(

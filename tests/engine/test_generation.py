@@ -27,10 +27,7 @@ NUM_TOKENS = int(os.environ.get("PYRAMID_GENERATE", "700"))
 def test_a_long_generation_holds_a_bounded_cache(
     engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks held never exceed budget, interval and what a step rounds up; nothing leaks.
-
-    And what is gathered costs one pass over K, since attention leaves the log-sum-exp.
-    """
+    """Blocks held never exceed budget, interval and what a step rounds up; nothing leaks."""
     gather, calls = cpu.add_key_mass, []
 
     def watched(*inputs: Any, **options: Any) -> None:

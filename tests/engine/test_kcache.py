@@ -8,7 +8,6 @@ or, in the paper's notation, stay as they are.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,67 +213,3 @@ def test_a_host_pool_that_cannot_work_is_refused(
             max_model_len=384,
             **settings,
         )
-
-
-# The built-in model -------------------------------------------------------------------------------
-
-
-def _built_in(engines: EnginePool, policy: str, **settings: Any) -> Engine:
-    from vllm_pyramid.tools.demo import model_path
-    from vllm_pyramid.tools.eval.forced import QUALIFIED_NAME
-
-    return engines.get(
-        model_path(),
-        kv_policy=policy,
-        skip_tokenizer_init=False,
-        logits_processors=[QUALIFIED_NAME],
-        **settings,
-    )
-
-
-def _conversations(count: int) -> list[tuple[list[int], list[int], int]]:
-    """Prompt with a first question, its answer with a second question and answer, scored tokens."""
-    from vllm_pyramid.tools.demo import model_path
-    from vllm_pyramid.tools.eval.haystack import load_tokens
-    from vllm_pyramid.tools.eval.phrases import CODE, make_names, make_numbers
-
-    tokens, code = load_tokens(model_path()), CODE
-    made = []
-    for index in range(count):
-        rng = random.Random(index)
-        names, numbers = (make(rng, 8, held_out=True) for make in (make_names, make_numbers))
-        first, second = rng.sample(range(8), 2)
-        facts = [code.state(name, number) for name, number in zip(names, numbers, strict=True)]
-        prompt = tokens.hide(rng, facts, code.question(names[first]).prompt, 1024)
-        asked = f"{prompt} {numbers[first]}.{code.question(names[second]).prompt}"
-        ids = [tokens.encode(text) for text in (prompt, asked, f"{asked} {numbers[second]}")]
-        assert ids[2][: len(ids[0])] == ids[0] and ids[2][: len(ids[1])] == ids[1]
-        made.append((ids[0], ids[2][len(ids[0]) :], len(ids[2]) - len(ids[1])))
-    return made
-
-
-def test_a_later_turn_reaches_what_the_first_did_not_need(engines: EnginePool) -> None:
-    """The built-in model, eight facts, two questions: the cache is that of the first one's prompt.
-
-    The second turn is decoded token by token on it, so no prefill sees the text again.
-    """
-    from vllm_pyramid.tools.eval.forced import forced_params
-
-    conversations = _conversations(8)
-    found = {}
-    policies: dict[str, dict[str, Any]] = {
-        "pyramidkv": {"kv_budget": "12%"},
-        "kcache": {"kv_policy_args": {"top_n": 32}},
-    }
-    for policy, settings in policies.items():
-        engine = _built_in(engines, policy, **settings)
-        outcomes = engine.run([Job(ids, forced_params(rest, {})) for ids, rest, _ in conversations])
-        right = [
-            outcome.logprobs[-scored + i][rest[-scored + i]] > -0.69  # more likely than all others
-            for outcome, (_, rest, scored) in zip(outcomes, conversations, strict=True)
-            for i in range(scored)
-        ]
-        found[policy] = sum(right) / len(right)
-    print(f"digits of the second answer found: {found}")
-    assert found["kcache"] >= 0.9
-    assert found["pyramidkv"] <= 0.5  # the question is one that eviction loses

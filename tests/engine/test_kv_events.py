@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 from tests.plumbing.kv_events import Subscriber, blocks, subscribed
-from tests.scheduler.router import Router
 
 pytestmark = pytest.mark.engine
 
@@ -67,27 +65,3 @@ def test_a_policy_announces_what_vllm_announces(engines: EnginePool, random_mode
     # No other request can begin with what follows an eviction; two prompts are too short for one.
     names = {told: {block["hash"] for block in answers[told]} for told in answers}
     assert {block["hash"] for block in stock} < names["snapkv"] < names["full"]
-
-
-def test_what_the_pool_gives_away_is_removed(engines: EnginePool, random_model: Path) -> None:
-    """The last state that a router knows is what requests find."""
-    with subscribed() as subscriber:
-        engine = engines.get(
-            random_model,
-            kv_policy="snapkv",
-            kv_budget=48,
-            num_gpu_blocks_override=8 * 24,
-            kv_events_config=subscriber.config,
-            **{**SETTINGS, "max_model_len": 512},
-        )
-        for seed in range(6):
-            engine.generate(random_prompts((330, 200), seed=seed, vocab_size=2048), greedy(20))
-        found = {maybe_convert_block_hash(name) for name in engine.pool.bundles}
-        assert engine.client.reset_prefix_cache()
-        engine.generate([[7]], greedy(1))
-        router = Router(SETTINGS["block_size"])
-        for event in subscriber.until_cleared():
-            router.replay(event)
-        assert router.seen["BlockRemoved"] > 20
-        assert router.blocks == {("GPU", 0): found}
-        engines.close()

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conversations import Rows, cached_tokens
-from tests.engine.families import make_family
-from tests.engine.support import EnginePool, Job, assert_same_tokens, greedy, random_prompts
+from tests.engine.support import EnginePool, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -48,29 +46,4 @@ def test_samples_of_one_prompt_share_it(
     assert not engine.pool.duplicates and len(engine.pool.bundles) == 25, (
         "each computed it for itself"
     )
-    engine.check_whole()
-
-
-def test_windows_are_found_while_their_request_runs(engines: EnginePool, tmp_path: Path) -> None:
-    """The same prompt, and a longer one, while the first request still looks at its window."""
-    engine = engines.get(
-        make_family("gemma3", tmp_path / "gemma3"), **_settings(max_num_batched_tokens=200)
-    )
-    look = Rows(engine)
-    prompt, more = random_prompts([500, 100], seed=2)
-    alone = engine.run(
-        [
-            Job(prompt, greedy(20, logprobs=2)),
-            Job([*prompt, *more], greedy(8, logprobs=2), arrival=200),
-        ]
-    )
-    assert engine.llm.reset_prefix_cache()
-    jobs = [
-        Job(prompt, greedy(20, logprobs=2)),
-        Job(prompt, greedy(20, logprobs=2), arrival=6),
-        Job([*prompt, *more], greedy(8, logprobs=2), arrival=7),
-    ]
-    outcomes = engine.run(jobs, look)
-    assert cached_tokens(outcomes) == [0, 480, 496]
-    assert_same_tokens(outcomes, [alone[0], alone[0], alone[1]])
     engine.check_whole()

@@ -116,10 +116,7 @@ def test_an_order_at_a_point_is_an_eviction_of_a_prompt_of_that_length(
     further: dict[str, Any],
     own: dict[str, Any],
 ) -> None:
-    """`always` evicts a prompt that is the first one and what was generated up to the point.
-
-    Its positions and its further tokens are those of an order as soon as tokens have levels there.
-    """
+    """`always` evicts a prompt that is the first one and what was generated up to the point."""
     model, after = tiny_model("mistral"), 14
     settings = _settings(policy, **further)
     engine = engines.get(model, **settings)

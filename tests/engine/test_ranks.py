@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks under vLLM's second runner, whose attention reads shifted tables, as on two GPUs.
-
-Triton's interpreter takes the device's place in each rank (see `test_runner_v2.py`). What they say
-is what one rank says under the first runner, whose attention is the CPU's.
-"""
+"""Two ranks under vLLM's second runner, whose attention reads shifted tables, as on two GPUs."""
 
 from __future__ import annotations
 

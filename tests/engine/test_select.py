@@ -98,22 +98,11 @@ def _assert_read(outcomes: list[Outcome], **how: int) -> None:
 # The oracle ---------------------------------------------------------------------------------------
 
 
-def _scores(
-    kind: str, query: torch.Tensor, keys: torch.Tensor, combine: str, asked: torch.Tensor
-) -> torch.Tensor:
-    """Weights of the full pages before a query's own: `[Q, D]` and `[T, D]`, in float64.
-
-    Args:
-        asked: the queries of these pages, `[Q, T, D]`.
-    """
+def _scores(kind: str, query: torch.Tensor, keys: torch.Tensor, combine: str) -> torch.Tensor:
+    """Weights of the full pages before a query's own: `[Q, D]` and `[T, D]`, in float64."""
     pages = keys.double().unflatten(0, (-1, N))
     q = query.double()
-    if kind == "representative":
-        means = asked.double().mean(dim=0).unflatten(0, (-1, N)).mean(dim=1)
-        best = (pages @ means[..., None])[..., 0].topk(4, dim=1).indices
-        chosen = pages[torch.arange(len(pages))[:, None], best]
-        logits = q @ chosen.mean(dim=1).T
-    elif kind == "box":
+    if kind == "box":
         logits = torch.maximum(q[:, None] * pages.amax(1), q[:, None] * pages.amin(1)).sum(-1)
     else:
         mean = pages.mean(dim=1)
@@ -142,9 +131,7 @@ def _choices(outcome: Outcome, pages: Pages) -> Iterator[tuple[int, int, list[li
             yield layer, position, heads
 
 
-@pytest.mark.parametrize(
-    ("scorer", "combine"), [("spread", "mean"), ("box", "max"), ("representative", "mean")]
-)
+@pytest.mark.parametrize(("scorer", "combine"), [("spread", "mean"), ("box", "max")])
 def test_an_independent_implementation_gives_its_tokens(
     engines: EnginePool, model: Path, scorer: str, combine: str
 ) -> None:
@@ -169,9 +156,8 @@ def test_an_independent_implementation_gives_its_tokens(
                 assert always <= set(found) and found == sorted(found)
                 group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
                 query = oracle.queries[layer][group, position]
-                asked = oracle.queries[layer][group, : own * N]
                 keys = oracle.keys[layer][head, : own * N]
-                scores = _scores(scorer, query, keys, combine, asked)
+                scores = _scores(scorer, query, keys, combine)
                 best = [float(scores[page]) for page in found if page not in always]
                 rest = [float(scores[page]) for page in range(own) if page not in found]
                 assert not rest or min(best) >= max(rest) - 1e-5

@@ -106,10 +106,7 @@ def _check_generated(
 def test_what_is_generated_is_thinned(
     engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Every eviction of long answers in mixed batches, with preemptions, beside a full request.
-
-    Blocks go back as the answers grow; requests that are preempted evict at the same points again.
-    """
+    """Every eviction of long answers in mixed batches, with preemptions, beside a full request."""
     path = tiny_model("llama-mha")
     generated = {"gen_window": 32, "gen_interval": 16, "gen_compress_ratio": 0.8}
     engine = engines.get(
@@ -188,10 +185,7 @@ def test_models(
     args: dict[str, Any],
     fill_blocks: bool,
 ) -> None:
-    """Mixed batches, prompts of up to five pieces, physical blocks in random order.
-
-    The scores take one pass over K, since attention leaves the log-sum-exp.
-    """
+    """Mixed batches, prompts of up to five pieces, physical blocks in random order."""
     score, calls = cpu.recent_mass, []
 
     def watched(*inputs: Any, **options: Any) -> torch.Tensor:

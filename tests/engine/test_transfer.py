@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -407,61 +406,6 @@ def test_turns_that_leave_no_trace_come_from_any_engine(start: Callable[..., Eng
     engine.check_nothing_left()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
-def test_anything_in_any_order(
-    start: Callable[..., Engine], folder: Path, seed: int, asynchronous: bool
-) -> None:
-    """In a pool that runs out: prompts for others, tickets of which some are spoilt, and aborts."""
-    source = random.Random(seed)
-    settings: dict[str, Any] = {
-        "max_model_len": 640,
-        "async_scheduling": asynchronous,
-        "enable_prefix_caching": True,
-        "kv_transfer_config": connector(folder, wait_s=0.1),
-        "max_num_batched_tokens": 128,
-    }
-    prompts = random_prompts([source.randrange(20, 400) for _ in range(24)], seed=seed)
-    large = start("pyramidkv", num_gpu_blocks_override=4000, **settings)
-    expected = large.generate(prompts, greedy(60))
-    if seed:  # else by forecast
-        settings["kv_admission"] = "prompt"
-    engine = start("pyramidkv", num_gpu_blocks_override=170, **settings)
-    tickets = send(engine, prompts)
-    for ticket in source.sample(tickets, 6):
-        path = folder / f"{ticket['pyramid_state']}.{source.choice(['head', '0'])}"
-        if source.random() < 0.5:
-            path.unlink()
-        else:
-            _flip(path, 120)
-    jobs = []
-    for prompt, ticket in zip(prompts, tickets, strict=True):
-        kind = source.random()
-        params = greedy(60) if kind < 0.3 else with_ticket(ticket, 60)
-        job = Job(prompt, params, arrival=source.randrange(40))
-        if source.random() < 0.2:
-            job.abort_after = source.randrange(30)
-        jobs.append(job)
-        if kind > 0.8:
-            jobs.append(Job(prompt, greedy(1, kv_transfer_params=SEND), job.arrival + 3))
-    with count_preemptions(engine) as preemptions:
-        outcomes = engine.run(jobs)
-    assert preemptions["all"] or not seed, "the pool never ran out"
-    drain(engine)
-    assert not engine.scheduler.pyramid.chunks.loading
-    assert not engine.scheduler.pyramid.begun
-    tokens = {tuple(one.job.prompt): one.token_ids for one in expected}
-    ended = [one for one in outcomes if one.output is not None]
-    for one in ended:
-        assert one.token_ids == tokens[tuple(one.job.prompt)][: len(one.token_ids)]
-    handed = [one.report["handed"] for one in ended if "handed" in one.report]
-    assert any(one["tokens"] for one in handed) and not all(one["tokens"] for one in handed)
-    engine.scheduler.reset_prefix_cache()
-    engine.check_nothing_left()
-
-
 def test_an_answer_that_ends_by_itself_needs_no_other_engine(
     start: Callable[..., Engine], folder: Path
 ) -> None:
@@ -481,39 +425,6 @@ def test_an_answer_that_ends_by_itself_needs_no_other_engine(
     (found,) = engine.generate([prompt], own)
     assert found.token_ids == plain.token_ids
     assert found.report["handed"]["because"] == reasons.WORDS[reasons.SHORT]
-
-
-@pytest.mark.parametrize("part", [True, False], ids=["loading", "pending"])
-@pytest.mark.parametrize("after", [0, 1, 2, 4])
-def test_aborts_leak_nothing(
-    start: Callable[..., Engine], folder: Path, after: int, part: bool
-) -> None:
-    """While the state is looked for, while its blocks come (or do not), and afterwards."""
-    engine = start("pyramidkv", kv_transfer_config=connector(folder, wait_s=0.2))
-    prompts = random_prompts([300, 170], seed=11)
-    tickets = send(engine, prompts)
-    if not part:
-        for ticket in tickets:
-            (folder / f"{ticket['pyramid_state']}.0").unlink()
-    jobs = [
-        Job(prompt, with_ticket(ticket, 30), abort_after=after)
-        for prompt, ticket in zip(prompts, tickets, strict=True)
-    ]
-    engine.run([*jobs, Job(random_prompts([50])[0], greedy(5))])
-    drain(engine)
-    engine.check_nothing_left()
-
-
-def test_an_abort_while_it_prefills(start: Callable[..., Engine], folder: Path) -> None:
-    engine = start("pyramidkv", max_num_batched_tokens=64)
-    jobs = [
-        Job(prompt, greedy(1, kv_transfer_params=SEND), abort_after=2)
-        for prompt in random_prompts([300, 170], seed=13)
-    ]
-    engine.run(jobs)
-    drain(engine)
-    engine.check_nothing_left()
-    assert not list(folder.iterdir())
 
 
 def test_an_engine_that_evicts_under_pressure_receives_states(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,61 +21,6 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 64 << 20,
 }
-
-
-def _prompts() -> list[list[int]]:
-    return random_prompts([500, 30, 333], seed=9, vocab_size=2048)
-
-
-@pytest.fixture(scope="module")
-def eager_tokens(engines: EnginePool, random_model: Path) -> list[list[int]]:
-    engine = engines.get(random_model, kv_policy="pyramidkv", kv_budget=48, **SETTINGS)
-    return [run.token_ids for run in engine.generate(_prompts(), greedy(16))]
-
-
-@pytest.mark.slow
-def test_stock_llm_with_the_engine_in_its_own_process(
-    engines: EnginePool,
-    random_model: Path,
-    eager_tokens: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`vllm.LLM(additional_config=...)`; reports and traces cross the process boundary."""
-    from vllm import LLM
-    from vllm.exceptions import VLLMValidationError
-
-    engines.close()
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    # The threads of this process must not be forked.
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    llm = LLM(
-        str(random_model),
-        enforce_eager=True,
-        seed=0,
-        additional_config={
-            "kv_policy": "pyramidkv",
-            "kv_budget": 48,
-            "kv_trace": str(tmp_path),
-        },
-        **SETTINGS,
-    )
-    try:
-        assert not hasattr(llm.llm_engine.engine_core, "engine_core"), "it runs in this process"
-        prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in _prompts()]
-        with pytest.raises(VLLMValidationError, match="too small"):
-            llm.generate(prompts[:1], greedy(16, kv_budget=2), use_tqdm=False)
-        outputs = llm.generate(prompts, greedy(16), use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == eager_tokens
-        reports = [output.kv_transfer_params for output in outputs]
-        assert [report["evicted_tokens"] > 0 for report in reports] == [True, False, True]
-        traces = {}
-        for path in tmp_path.glob("*.npz"):
-            with np.load(path) as file:
-                traces[int(file["prompt_len"])] = file["held"].tolist()
-        assert traces == {report["prompt_tokens"]: report["kept_tokens"] for report in reports}
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture

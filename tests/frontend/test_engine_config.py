@@ -28,7 +28,6 @@ pytestmark = pytest.mark.cpu
 
 WINDOWS = MistralConfig(num_hidden_layers=2, sliding_window=64)
 STATES = transformers.FalconH1Config(num_hidden_layers=2)
-SHARED = LlamaConfig(num_hidden_layers=4, num_kv_shared_layers=2)
 
 
 def handover(name: str = "PyramidConnector", module: str | None = None) -> Any:
@@ -195,7 +194,6 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
         ),
         ("duoattention", "cuda", {"speculative_config": drafts("ngram")}, "drafts|not tried"),
         ("duoattention", "cpu", {"use_v2_model_runner": True, **REPLICAS}, "second model runner"),
-        ("infllm", "cpu", {"model_config.hf_text_config": SHARED}, "such layers have others"),
         ("adakv", "cpu", {"parallel_config.tensor_parallel_size": 2}, "would solve other"),
     ],
 )  # fmt: skip
@@ -505,7 +503,8 @@ def test_graphs_of_selected_pages() -> None:
     with pytest.raises(ValueError, match="use_inductor_graph_partition and CUDA graphs"):
         check_graphs(graphs("FULL_AND_PIECEWISE", inductor=True), select)
     assert not select.excludes_graphs(1) and select.excludes_graphs(2)
-    assert load_policy("infllm").excludes_graphs(1)  # whose scorer runs in PyTorch
+    own = load_policy("select", args={"attend.scorer": "tests.methods.test_pages:OwnMean"})
+    assert own.excludes_graphs(1)  # whose scorer runs in PyTorch
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])

@@ -301,7 +301,7 @@ def test_another_allocator_comes_from_the_scheduler_alone() -> None:
         check_request(policy, SamplingParams(extra_args=sent))
 
 
-@pytest.mark.parametrize("name", ["pyramidinfer", "sparse-prefill", "snapkv-chunked"])
+@pytest.mark.parametrize("name", ["pyramidinfer", "snapkv-chunked"])
 def test_prompt_logprobs_of_prompts_that_are_not_attended_to_in_full(name: str) -> None:
     params = SamplingParams(prompt_logprobs=1)
     with pytest.raises(ValueError, match=r"prompt_logprobs: .*full"):
@@ -314,7 +314,7 @@ def test_prompt_logprobs_of_prompts_that_are_not_attended_to_in_full(name: str) 
 @pytest.mark.parametrize("name", policy_names())
 def test_prompts_start_by_what_is_expected_where_a_policy_evicts(name: str) -> None:
     served = KVSettings(kv_policy=name).served()
-    keep_all = ("full", "kcache", "quest", "select", "infllm", "sparse-prefill")
+    keep_all = ("full", "kcache", "quest", "select")
     assert served is not None and served.forecasts == (name not in keep_all)
     for admission, forecasts in (("forecast", True), ("prompt", False)):
         settings = KVSettings(kv_policy=name, kv_admission=admission)

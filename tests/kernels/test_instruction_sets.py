@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VLLM_PYRAMID_CPU_ISA` forces each instruction set that the processor has, and no other.
-
-The tests of the kernels run on all of them within one process; `make test-isas` forces each in turn
-for a whole run, and `make test-avx2` forces AVX2 upon PyTorch and vLLM too.
-"""
+"""`VLLM_PYRAMID_CPU_ISA` forces each instruction set that the processor has, and no other."""
 
 from __future__ import annotations
 

@@ -142,10 +142,7 @@ def test_blocks_go_back_to_their_own_stage() -> None:
 
 
 def test_evicted_tokens_are_summed_along_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By request, whatever the order of a stage's batch; the last stage has the sum of all.
-
-    It knows of the failures of all, too: each stage has one.
-    """
+    """By request, whatever the order of a stage's batch; the last stage has the sum of all."""
     wire: dict[tuple[int, int], torch.Tensor] = {}
     here = 0
 

@@ -6,14 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request, RequestStatus
 
 from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool
-from tests.scheduler.harness import PlainWorker, Setup, hasher, make_request, make_scheduler
+from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import PREFIXES, read_messages
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import Feature
@@ -168,44 +164,6 @@ def test_prompt_logprobs_are_computed_again() -> None:
     assert pair.step() == {"b": 40}
     pair.run()
     assert not pair.pool.duplicates
-
-
-def test_what_the_kv_depends_on_beside_tokens_keeps_prompts_apart() -> None:
-    """vLLM's hashes know adapters, salts and embeddings; rows go by them and by nothing else."""
-    pair = Pair(max_num_batched_tokens=96)
-
-    def request(name: str, **own: Any) -> Request:
-        return Request(
-            request_id=name,
-            prompt_token_ids=None if "prompt_embeds" in own else prompt(40),
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            block_hasher=hasher(4),
-            **own,
-        )
-
-    def adapter(name: str) -> LoRARequest:
-        return LoRARequest(lora_name=name, lora_int_id=len(name), lora_path="/nowhere")
-
-    embeds = [torch.full((40, 8), value) for value in (1.0, 2.0)]
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"lora_request": adapter("a")},
-        {"lora_request": adapter("bb")},
-        {"cache_salt": "a"},
-        {"prompt_embeds": embeds[0]},
-        {"prompt_embeds": embeds[1]},
-    ]
-    found = []
-    for again in range(2):
-        for index, own in enumerate(kinds):
-            pair.scheduler.add_request(request(f"{again}-{index}", **own))
-            output = pair.scheduler.schedule()
-            (new,) = output.scheduled_new_reqs
-            found.append(new.num_computed_tokens)
-            pair.scheduler.finish_requests(new.req_id, RequestStatus.FINISHED_ABORTED)
-    shared = (40 - 16) // 4 * 4  # given up before it evicted
-    assert found == [0] * len(kinds) + [shared] * len(kinds)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

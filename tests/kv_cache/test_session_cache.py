@@ -56,20 +56,6 @@ def _states(pair: Pair) -> list[int]:
     return [len(row.blocks) for row in pair.pool.idle if row.hash and b"@" in row.hash[32:33]]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
-def test_hits_are_as_long_as_they_can_be(asynchronous: bool, policy: str) -> None:
-    pair = _pair(asynchronous=asynchronous, policy=policy)
-    tokens, turns, adopted = prompt(70), [], 0
-    for index in range(4):
-        said = _say(pair, f"r{index}", tokens, 21, turns)
-        assert pair.worker.num_resumed == index
-        assert pair.worker.num_adopted == adopted
-        turns = [*turns, len(tokens)]
-        adopted += (len(said) - 1) // 4 * 4  # the last token is not computed
-        tokens = [*said, *prompt(40, 500 + 100 * index)]
-
-
 def test_other_lengths_under_one_name_have_another_key() -> None:
     """As of an allocator of one's own that was edited between two starts."""
     policy = load_policy("snapkv", 24)
@@ -131,22 +117,6 @@ def test_a_short_answer_leaves_the_state_of_its_turn() -> None:
     assert pair.worker.num_adopted == 90 // 4 * 4
     _say(pair, "third", [*said, *prompt(40, 700)], 2, [70, len(tokens)])
     assert pair.worker.num_adopted == 90 // 4 * 4 + len(tokens)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
-@pytest.mark.parametrize("answer", [2, 21])
-def test_an_answer_that_is_not_repeated_costs_itself(
-    asynchronous: bool, policy: str, answer: int
-) -> None:
-    """Clients cut answers, or render them anew: what was kept of the prompt is found."""
-    pair = _pair(asynchronous=asynchronous, policy=policy, late=asynchronous)
-    tokens, turns, adopted = prompt(70), [], 0
-    for index in range(4):
-        _say(pair, f"r{index}", tokens, answer, turns)
-        assert pair.worker.num_resumed == index and pair.worker.num_adopted == adopted
-        turns, adopted = [*turns, len(tokens)], adopted + len(tokens)
-        tokens = [*tokens, *prompt(41, 500 + 100 * index)]
 
 
 def test_a_turn_with_two_answers_is_found_by_each_and_by_itself() -> None:
@@ -289,10 +259,7 @@ def test_who_evicts_nothing_in_its_turn_leaves_the_same_state() -> None:
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_hit_leaves_the_queries_of_a_prompts_end_at_which_nothing_goes(drafts: int) -> None:
-    """Rounded to blocks, some of these prompts keep at their end all that they hold.
-
-    A last token alone is filled up with places for drafts, and that chunk would cross the end.
-    """
+    """Rounded to blocks, some of these prompts keep at their end all that they hold."""
     quiet = 0
     for n in range(52, 70):
         pair = _pair(policy="pyramidkv", drafts=drafts)

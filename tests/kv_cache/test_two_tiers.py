@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random lives of bundles over the device, host memory and files, with the workers' own copies.
-
-Every cell has a tag that says what it must hold: whose tokens, which block, which rank, which
-weights. Requests come, wait, are aborted, end and are preempted; engines are killed and started
-again; disks are slow or full, and files are damaged. No request may ever find another tag, and no
-slot, block or file may be lost.
-
-    python -m tests.kv_cache.test_two_tiers 100000     many more operations than in the suite
-"""
+"""Random lives of bundles over the device, host memory and files, with the workers' own copies."""
 
 from __future__ import annotations
 

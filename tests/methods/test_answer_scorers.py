@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R-KV and TriAttention against their formulas, written with loops in float64.
-
-`lab/parity/answers.py` compares them index by index with their authors' code.
-"""
+"""R-KV and TriAttention against their formulas, written with loops in float64."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
-from vllm_pyramid.methods.solved.lengths import best_lengths, least_lengths, minimum_budgets
+from vllm_pyramid.methods.solved.lengths import best_lengths, least_lengths
 from vllm_pyramid.methods.solved.worker import LayerSolver
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint
 from vllm_pyramid.policy import Policy, load_policy
@@ -129,31 +129,19 @@ def expected_keep(step: Step, row: int, plan: DeferredPlan) -> list[int]:
     policy, sinks = step.policy, step.policy.sinks
     tables = [step.scores(row, layer) for layer in range(LAYERS)]
     total = plan.mean * LAYERS
-    if policy.allocator.kind == "global":
-        mean = torch.stack([scores.double().mean(dim=0) for scores in tables]).float()
-        goal = policy.allocator.retention  # type: ignore[attr-defined]
-        if goal is None:
-            lengths = best_lengths(mean, total, sinks=sinks)
-        else:
-            lengths = least_lengths(mean, goal, limit=total, sinks=sinks)
-        return [plan.floor + k for k in lengths.tolist()]
-    weights = [float(minimum_budgets(scores, 0.9).double().mean()) for scores in tables]
-    real = [
-        plan.floor + 0.25 * plan.mean + 0.75 * total * weight / sum(weights) for weight in weights
-    ]
-    down = [int(k) for k in real]
-    by_rest = sorted(range(LAYERS), key=lambda layer: (-(real[layer] - down[layer]), layer))
-    for layer in by_rest[: plan.budget_tokens * LAYERS - sum(down)]:
-        down[layer] += 1
-    return down
+    mean = torch.stack([scores.double().mean(dim=0) for scores in tables]).float()
+    goal = policy.allocator.retention  # type: ignore[attr-defined]
+    if goal is None:
+        lengths = best_lengths(mean, total, sinks=sinks)
+    else:
+        lengths = least_lengths(mean, goal, limit=total, sinks=sinks)
+    return [plan.floor + k for k in lengths.tolist()]
 
 
 POLICIES = {
     "xkv": load_policy("xkv", 24),
     "xkv-sinks": load_policy("xkv", "30%", {"sinks": 3, "fill_blocks": False}),
     "xkv-retention": load_policy("xkv", None, {"retention": 0.6}),
-    "zigzagkv": load_policy("zigzagkv", 24),
-    "zigzagkv-not-filled": load_policy("zigzagkv", 30, {"fill_blocks": False}),
 }
 BACK_ENDS = [pytest.param(reference, id="reference")]
 if cpu.available():

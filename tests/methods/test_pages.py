@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.methods.pages import RepresentativeScorer, SelectPages, choosing
+from vllm_pyramid.methods.pages import SelectPages, choosing
 from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.reads import PageReads, StepReads
 from vllm_pyramid.methods.pages.worker import PageSelector
@@ -234,10 +234,7 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("at_once", [choosing.ROWS_AT_ONCE, 2])
 def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """A prompt's chunk, a token with drafts that choose, and a short answer, in one call.
-
-    Rows that are scored in parts choose as if they were scored together.
-    """
+    """A prompt's chunk, a token with drafts that choose, and a short answer, in one call."""
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
     selector = _selector(policy.attend, 64)
     source = torch.Generator().manual_seed(1)
@@ -382,56 +379,3 @@ def test_layers_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="different KV heads"):
         _selector(_part(_scorer("spread")), 8, Mixed())
     assert _selector(_part(_scorer("spread")), 8).bytes_per_block() == 2 * KV_HEADS * SIZE * 4
-
-
-# Queries of pages ---------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@given(data=st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.large_base_example])
-def test_representatives_do_not_depend_on_steps(data: st.DataObject) -> None:
-    """Keys are chosen by the queries of their page, in however many steps it was filled."""
-    reduce = data.draw(st.sampled_from(["sum", "max"]))
-    part = _part(RepresentativeScorer(count=2, reduce=reduce))
-    policy = load_policy("select").model_copy(update={"attend": part})
-    selector = _selector(part, 64)
-    source = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
-    cache = torch.randn(64, KV_HEADS, N, SIZE, generator=source)
-    table = torch.randperm(63, generator=source)[:48].view(3, 16).int() + 1
-    queries = torch.randn(3, 40, LAYERS, HEADS, SIZE, generator=source)
-    done = [0] * len(lengths)
-    while any(a < b for a, b in zip(done, lengths, strict=True)):
-        rows = [
-            (row, min(data.draw(st.integers(1, 9)), end - done[row]))
-            for row, end in enumerate(lengths)
-            if done[row] < end and data.draw(st.integers(0, 3))
-        ]
-        if not rows:
-            continue
-        rows = data.draw(st.permutations(rows))
-        step = _step([(lengths[row], done[row], new) for row, new in rows], policy=policy)
-        for (row, _), request in zip(rows, step.requests, strict=True):
-            request.request_id = f"r{row}"
-        selector.begin_step(step)
-        for layer in range(LAYERS):
-            query = torch.cat([queries[row, done[row] : done[row] + new, layer]
-                               for row, new in rows])  # fmt: skip
-            tables = table[torch.tensor([row for row, _ in rows])]
-            selector.before_attention(_inputs(cache, tables, step, layer, query))
-        selector.end_step(step)
-        for row, new in rows:
-            done[row] += new
-    for row, end in enumerate(lengths):
-        selector.forget(f"r{row}")
-        for page in range(end // N):  # the summaries are those of the last layer
-            block = int(table[row, page])
-            asked = queries[row, page * N : (page + 1) * N, LAYERS - 1].unflatten(1, (KV_HEADS, -1))
-            for head in range(KV_HEADS):
-                scores = cache[block, head] @ asked[:, head].mean(dim=(0, 1))
-                best = sorted(scores.topk(2).indices.tolist())
-                keys = cache[block, head, best]
-                wanted = keys.mean(dim=0) if reduce == "sum" else keys.flatten()
-                torch.testing.assert_close(selector.summaries.rows[block, head], wanted)
-    assert selector._queries is not None and len(selector._queries._free) >= len(lengths)

@@ -139,10 +139,7 @@ def test_values_are_those_of_a_solve_in_float64(
 
 @BACK_ENDS
 def test_blocks_that_others_share_or_find_keep_their_values(name: str) -> None:
-    """What stood before the survivors' new places is published as the full cache's KV.
-
-    Survivors come from there; with the changes written before the move this would not hold.
-    """
+    """What stood before the survivors' new places is published as the full cache's KV."""
     back_end = BackEnd(name, policy(), PROMPTS)
     back_end.step(PROMPTS)
     looked = 0

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scorers against their papers' formulas, written with loops in float64.
-
-On the same keys and queries as kvpress they are compared by `lab/parity/scorers.py`.
-"""
+"""The scorers against their papers' formulas, written with loops in float64."""
 
 from __future__ import annotations
 

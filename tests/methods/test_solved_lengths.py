@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from vllm_pyramid.methods.solved.lengths import (
     best_lengths,
     least_lengths,
-    minimum_budgets,
-    retention,
-    shares_of,
     sum_of_heads,
 )
 
@@ -49,17 +46,6 @@ def paper_retention(scores: torch.Tensor, lengths: tuple[int, ...], sinks: int) 
 
 def all_lengths(layers: int, capacity: int) -> list[tuple[int, ...]]:
     return list(itertools.product(range(capacity + 1), repeat=layers))
-
-
-@settings(max_examples=300)
-@given(score_tables(), st.data())
-def test_retention_is_the_papers(scores: torch.Tensor, data: st.DataObject) -> None:
-    layers, tokens = scores.shape
-    sinks = data.draw(st.integers(0, min(2, tokens)))
-    lengths = data.draw(st.tuples(*[st.integers(0, tokens - sinks)] * layers))
-    ours = retention(scores, torch.tensor(lengths), sinks=sinks)
-    assert ours.shape == (layers,)
-    assert float(ours.mean()) == pytest.approx(paper_retention(scores, lengths, sinks), abs=CLOSE)
 
 
 @settings(max_examples=300)
@@ -110,21 +96,6 @@ def test_equal_scores_go_to_the_lower_layer() -> None:
     assert least_lengths(scores, 0.5, limit=12).tolist() == [4, 2, 0]
     assert best_lengths(scores, 0).tolist() == [0, 0, 0]
     assert best_lengths(scores, 12).tolist() == [4, 4, 4]
-
-
-@settings(max_examples=200)
-@given(score_tables(), st.sampled_from([0.1, 0.5, 0.9, 1.0]))
-def test_the_fewest_tokens_that_hold_a_share(scores: torch.Tensor, goal: float) -> None:
-    needed = minimum_budgets(scores, goal).tolist()
-    for row, count in zip(shares_of(scores).tolist(), needed, strict=True):
-        if not sum(row):
-            assert count == 0  # no number of tokens does
-            continue
-        descending = sorted(row, reverse=True)
-        assert sum(descending[:count]) >= goal - 2 * CLOSE
-        assert sum(descending[: count - 1]) < goal
-    padded = torch.nn.functional.pad(scores, (0, 3))
-    assert minimum_budgets(padded, goal).tolist() == needed  # zeros behind the context
 
 
 def test_heads_are_added_in_one_order_whatever_the_batch() -> None:

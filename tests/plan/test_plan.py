@@ -61,7 +61,7 @@ SOLVED = [
 @given(st.data(), st.sampled_from([*KNOWN, *PYRAMIDS]))
 def test_a_plan_is_consistent(data: st.DataObject, policy: Policy) -> None:
     prompt_len = data.draw(st.one_of(st.integers(0, 300), st.integers(0, 40_000)))
-    dense = 2 * (policy.attend.selects or policy.prefill.skips_tiles)  # the presets' dense_layers
+    dense = 2 * policy.attend.selects  # the presets' dense_layers
     least = 1 + isinstance(policy.values, HostValues) + dense
     num_layers = data.draw(st.integers(least, 80))
     block_size = data.draw(st.sampled_from([1, 8, 16, 128]))
@@ -156,7 +156,7 @@ def test_a_retention_has_no_budget_of_its_own() -> None:
     assert isinstance(limited, DeferredPlan) and limited.budget_tokens == 100 and not limited.exact
 
 
-@pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED - SPLIT - {"fastgen"}))
+@pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED - SPLIT))
 def test_a_budget_as_long_as_the_prompt_evicts_nothing(name: str) -> None:
     policy = PRESETS[name]
     for budget in ("100%", 4096, 4097) if policy.evicts else ("100%",):
@@ -192,13 +192,13 @@ def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
 
 def test_which_policies_evict_and_need_scores() -> None:
     keep_all = {name for name, policy in PRESETS.items() if not policy.evicts}
-    assert keep_all == {"full", "kcache", "quest", "select", "infllm", "sparse-prefill"}
+    assert keep_all == {"full", "kcache", "quest", "select"}
     on_host = {n for n, policy in PRESETS.items() if not policy.values.on_device(10**6)}
     assert on_host == {"kcache"}
     assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host
     needs = {name for name, policy in PRESETS.items() if policy.scorer.needs_queries}
     solved = {name for name, policy in PRESETS.items() if policy.defers}
-    assert solved == {"xkv", "zigzagkv", "adakv", "fastgen"}
+    assert solved == {"xkv", "adakv"}
     assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
     seen_without = {"full", "kcache", "streaming-llm", "h2o", "scissorhands", *THINNED}
     assert not needs & seen_without

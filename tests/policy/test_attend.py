@@ -110,14 +110,8 @@ def test_a_request_has_a_budget_of_its_own() -> None:
         ("h2o", {}, "a key that is not read gets no score"),
         ("pyramidinfer", {}, "selecting was not tried"),
         ("kcache", {}, "keeps V in host memory"),
-        ("select", {"attend.allocator": "needed_tokens"}, "does not divide a number of tokens"),
         ("select", {"attend.budget": 80}, "give at least 81"),
         ("select", {"attend.scorer": "boxes"}, r"unknown attend.scorer kind 'boxes' \(did you "),
-        (
-            "snapkv",
-            {"attend": {"kind": "pages", "scorer": "representative"}},
-            "an eviction mixes the tokens of pages",
-        ),
     ],
 )
 def test_what_cannot_select(preset: str, args: dict[str, Any], message: str) -> None:
@@ -192,7 +186,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_kinds_of_page_scorers() -> None:
     kinds = built_in_kinds(PageScorer)
-    assert {"box", "representative", "spread"} <= kinds.keys()
+    assert {"box", "spread"} <= kinds.keys()
     for kind, cls in kinds.items():
         cls.check_class()
         part = parse_component(PageScorer, kind)

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.cpu
 
 F = Feature
 OWN_PAGES = {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}}
-SPARSE = {"prefill": "antidiagonal"}
 HOST = {"values": "host"}
 
 
@@ -49,7 +48,6 @@ HOST = {"values": "host"}
         ("snapkv", {"attend": "pages"}, {F.KV_TURNS}, "a resumed answer"),
         ("select", OWN_PAGES, {F.HOST_FOLDER}, "may be another after a restart"),
         ("select", OWN_PAGES, {F.CUDA}, "would wait for the device"),
-        ("snapkv", SPARSE, {F.KV_TURNS}, "where a turn ended inside a tile"),
         *(
             ("duoattention", {}, {one, place}, f"{one.words} {place.words}: it was not tried")
             for one in (F.TENSOR_PARALLEL, F.PIPELINE, F.DATA_PARALLEL, F.DRAFTS, F.TRACE)
@@ -77,7 +75,6 @@ def test_what_nothing_stands_against() -> None:
     refuse(streams, asked(*alone))
     refuse(streams, asked(F.CUDA, F.PREFIX_CACHING))
     refuse(load_policy("select"), asked(F.DRAFTS, F.CPU, F.PIPELINE, F.CACHE_OF_8_BITS))
-    refuse(load_policy("infllm"), asked(F.PIPELINE, F.DATA_PARALLEL, F.CPU))
     refuse(load_policy("pyramidinfer"), asked(F.DRAFTS, F.DRAFT_MODEL))
     for name in ("full", "kcache", "select"):
         refuse(load_policy(name), asked(F.KV_KEEP, F.INNER_SPANS, F.PROMPT_LOGPROBS))

@@ -54,9 +54,7 @@ def test_no_share_of_any_policy_falls_below_it(name: str) -> None:
         # Pieces between layers have lengths of their own; others are exact.
         thinned = policy.allocator.thins_prompts or not evicts
         share = -(-prompt_len // 20)
-        # Where heads say how much they need, the share is a limit.
-        wanted = FLOOR if getattr(policy.heads, "sets_total", False) else max(FLOOR, share)
-        found = kept(policy, prompt_len)
+        wanted, found = max(FLOOR, share), kept(policy, prompt_len)
         assert found >= min(wanted, prompt_len) if thinned else found == wanted, prompt_len
 
 

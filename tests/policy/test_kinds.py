@@ -34,15 +34,14 @@ KINDS = {
     },
     "allocator": {
         *("uniform", "shares", "arithmetic"),
-        *("global", "needed_tokens", "decay"),
+        *("global", "decay"),
     },
     "selector": {"top_k", "top_k_shared"},
     "schedule": {"prompt_end", "interval", "pressure", "thin_generated"},
     "chunk": {"points"},
     "values": {"device", "host", "ridge"},
     "attend": {"all", "pages"},
-    "heads": {"adaptive", "alike", "recovering", "streaming"},
-    "prefill": {"all", "antidiagonal"},
+    "heads": {"adaptive", "alike", "streaming"},
 }
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
@@ -276,58 +274,3 @@ def test_aborted_waiting_and_failed_requests_leave_nothing() -> None:
     job.finish()
     admission = job.scheduler.pyramid.chunks.admission
     assert admission is not None and admission.lengths.mean == FIRST_GUESS
-
-
-PROPERTY = {
-    "sync": replace(SMALL, policy_args=(("window", 6),), budget="30%"),
-    "async": replace(SMALL, policy_args=(("window", 6),), budget="30%", asynchronous=True),
-    "swapped": replace(SMALL, policy_args=(("window", 6), ("values", "host")), asynchronous=True),
-    "later": replace(
-        SMALL,
-        policy="h2o",
-        budget=9,
-        policy_args=(("interval", 3), ("allocator", "arithmetic")),
-        asynchronous=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("variant", PROPERTY)
-def test_nobody_is_thrown_out_too_soon(variant: str) -> None:
-    """Where lengths are known and a step has tokens for all, as docs/design.md promises."""
-    # Every prompt fits into the step in which it starts, so steps are as foreseen.
-    setup = replace(PROPERTY[variant], max_num_batched_tokens=1024, max_num_seqs=12)
-    refusals = preemptions = 0
-    request = st.tuples(
-        st.one_of(st.integers(1, 64), st.sampled_from([8, 9, 63, 64])),
-        st.integers(1, 32),
-        st.sampled_from([None, None, {"kv_policy": "full"}, {"kv_budget": 20}]),
-        st.integers(0, 6),  # steps before it comes
-    )
-
-    @settings(
-        max_examples=40,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(requests=st.lists(request, min_size=4, max_size=24), spare=st.integers(0, 60))
-    def lives(requests: list[tuple[int, int, dict[str, Any] | None, int]], spare: int) -> None:
-        nonlocal refusals, preemptions
-        job = Job(setup, setup.blocks_of_longest + spare)
-        for index, (prompt_len, tokens, extra, wait) in enumerate(requests):
-            for _ in range(wait):
-                job.step()
-            job.add(exact_request(f"r{index}", prompt_len, tokens, extra))
-        job.finish()
-        refusals += job.refusals
-        preemptions += job.preemptions
-        assert job.too_soon == 0
-        for request in job.requests:  # an answer no longer than its prompt is never cut in two
-            assert request.num_preemptions == 0 or request.max_tokens > request.num_prompt_tokens
-        assert job.started == [request.request_id for request in job.requests]
-
-    lives()
-    print(refusals, preemptions)
-    assert refusals > 100, "the pool was never scarce"

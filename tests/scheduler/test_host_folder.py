@@ -186,9 +186,8 @@ def test_what_makes_the_summaries_of_pages_changes_it(config: Any) -> None:
         return namespace_of(config, replace(settings, policy=policy), specs)
 
     assert name(budget="6%", sinks=0) == name()
-    scorers = [name(scorer=scorer) for scorer in ("spread", "box", "representative")]
-    scorers += [name(dense_layers=1), name(scorer={"kind": "representative", "count": 3})]
-    assert len({*scorers, name_of(config, specs)}) == 6
+    scorers = [name(scorer="spread"), name(scorer="box"), name(dense_layers=1)]
+    assert len({*scorers, name_of(config, specs)}) == 4
 
 
 def test_the_layout_changes_it(config: Any) -> None:

@@ -218,10 +218,7 @@ def test_a_new_budget_costs_a_plan_and_no_more(policy: str) -> None:
 @pytest.mark.parametrize("share", [5, 50, 90])
 @pytest.mark.parametrize("allocator", ["uniform", "arithmetic", "shares"])
 def test_no_allocator_takes_longer_for_many_turns(allocator: str, share: int) -> None:
-    """Those of policies; an application's own is called for one turn after the other.
-
-    Calls are counted, which a busy machine leaves alone; time sees what one call may do too much.
-    """
+    """Those of policies; an application's own is called for one turn after the other."""
     plan = _plan_of(allocator, share)
     calls, least = _calls_of_a_turn(plan), _least_ms(lambda index: plan(index, MAX_TURNS))
     print(allocator, share, f"{calls:.1f} calls, {least:.3f} ms")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from vllm_pyramid.compat.side_channel import (
     read_report,
     take_policy_stats,
 )
-from vllm_pyramid.plan import DeferredPlan, Eviction
 
 pytestmark = pytest.mark.cpu
 
@@ -64,29 +62,6 @@ def test_an_id_that_is_taken_leaves_the_first_request_as_it_is() -> None:
     assert pair.scheduler.coordinator.plans.of("r") is plan
 
 
-def test_a_late_confirmation_does_not_count_for_the_next_life() -> None:
-    """Preempted and resumed while its eviction was in flight: its prompt is not evicted yet."""
-    pair = Pair(ASYNC)
-    plan = pair.scheduler.pyramid.policy.plan(80, 3, 4)
-    pair.add("r", 80)
-    assert pair.schedule().num_scheduled_tokens == {"r": 64}
-    assert pair.schedule().num_scheduled_tokens == {"r": 16}
-    told = read_report(pair.in_flight[-1][1])
-    assert told == StepReport({"r": Eviction(int(plan.end.skip.sum()))}, {}, {}, 0)
-    pair.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert pair.schedule().num_scheduled_tokens == {"r": 64}
-    pair.process()
-    pair.process()
-    assert pair.coordinator.plans.confirmed("r") is None
-    pair.process()
-    pair.step()
-    assert pair.coordinator.plans.confirmed("r") is not None
-    assert not pair.coordinator.plans.has_evicted("r")
-    pair.schedule()
-    assert pair.coordinator.plans.has_evicted("r")
-    assert pair.coordinator.counters.num_evictions == 1
-
-
 def test_a_worker_that_did_not_evict_stops_the_engine() -> None:
     pair = Pair(SYNC)
     pair.add("r", 40)
@@ -118,46 +93,6 @@ def test_full_requests_are_not_cut() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 64}
     pair.process()
     assert pair.schedule().num_scheduled_tokens == {"r": 1}
-
-
-@pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize("max_tokens", [1, 2, 5])
-def test_the_response_says_what_was_kept(setup: Setup, max_tokens: int) -> None:
-    pair = Pair(setup)
-    pair.add("r", 40, max_tokens)
-    report = None
-    while pair.scheduler.requests:
-        for outputs in pair.step().values():
-            for output in outputs.outputs:
-                report = output.kv_transfer_params
-    plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
-    assert report == {
-        "kv_policy": "pyramidkv",
-        "kv_budget": 12,
-        "prompt_tokens": 40,
-        "kept_tokens": plan.end.held.tolist(),
-        "evicted_tokens": int(plan.end.skip.sum()),
-        "blocks_before": 30,
-        "blocks_after": int(plan.end.blocks.sum()),
-    }
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "extra", "kept"), [(15, {}, 15), (40, {}, 20), (40, {"kv_min_tokens": 25}, 25)]
-)
-def test_the_response_says_what_a_share_never_falls_below(
-    prompt_len: int, extra: dict[str, int], kept: int
-) -> None:
-    pair = Pair(replace(SYNC, min_tokens=20))
-    pair.add("r", prompt_len, 2, extra_args=extra)
-    report: dict[str, Any] = {}
-    while pair.scheduler.requests:
-        for outputs in pair.step().values():
-            for output in outputs.outputs:
-                report = output.kv_transfer_params or report
-    assert report["kv_min_tokens"] == extra.get("kv_min_tokens", 20)
-    assert report["kv_budget"] == kept
-    assert (report["evicted_tokens"] > 0) == (prompt_len > kept)
 
 
 def test_the_statistics_count_layers_when_they_change() -> None:
@@ -223,66 +158,6 @@ def test_a_preempted_answer_needs_what_its_request_holds_not_all_its_tokens() ->
 # Lengths that the worker solves ------------------------------------------------------------------
 
 SOLVED_SYNC = Setup(policy="xkv")
-SOLVED_ASYNC = Setup(policy="xkv", asynchronous=True)
-
-
-def _keep_of(pair: Pair) -> tuple[int, ...]:
-    keep = read_report(pair.in_flight[-1][1]).evictions["r"].keep
-    assert keep is not None
-    return keep
-
-
-@pytest.mark.parametrize("setup", [SOLVED_SYNC, SOLVED_ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize("max_tokens", [1, 2, 5])
-def test_the_response_says_what_was_solved(setup: Setup, max_tokens: int) -> None:
-    pair = Pair(setup)
-    pair.add("r", 40, max_tokens)
-    pair.schedule()
-    keep = _keep_of(pair)
-    open_plan = pair.scheduler.pyramid.policy.plan(40, 3, 4)
-    assert isinstance(open_plan, DeferredPlan)
-    plan = open_plan.resolve(keep)
-    report = None
-    while pair.scheduler.requests:
-        for outputs in pair.process().values():
-            for output in outputs.outputs:
-                report = output.kv_transfer_params
-        if pair.scheduler.requests:
-            pair.schedule()
-    assert report == {
-        "kv_policy": "xkv",
-        "kv_budget": 12,
-        "prompt_tokens": 40,
-        "kept_tokens": plan.end.held.tolist(),
-        "evicted_tokens": int(plan.end.skip.sum()),
-        "blocks_before": 30,
-        "blocks_after": int(plan.end.blocks.sum()),
-        "solved_tokens": list(keep),
-    }
-    assert sum(keep) == 36
-
-
-def test_a_preempted_prompt_is_solved_again() -> None:
-    """And a report of its life before does not count."""
-    pair = Pair(SOLVED_ASYNC)
-    pair.add("r", 80)
-    pair.schedule()
-    pair.schedule()
-    first = _keep_of(pair)
-    pair.scheduler.reset_prefix_cache(reset_running_requests=True)
-    pair.schedule()
-    pair.process()
-    pair.process()
-    assert pair.coordinator.plans.confirmed("r") is None
-    plan = pair.worker.tracker._requests["r"].plan
-    assert isinstance(plan, DeferredPlan), "the old lengths are forgotten"
-    pair.process()
-    pair.schedule()
-    second = _keep_of(pair)
-    pair.process()
-    resolved = pair.coordinator.plans.confirmed("r")
-    assert resolved is not None and tuple(resolved.end.keep.tolist()) == second != first
-    assert pair.worker.num_solved == 2 and pair.coordinator.counters.num_evictions == 1
 
 
 @pytest.mark.parametrize(

@@ -840,10 +840,7 @@ def machine_of(setup: Setup) -> type[SchedulerMachine]:
     "variant", covering({name: features(setup) for name, setup in VARIANTS.items()})
 )
 def test_machine(variant: str, seed: int) -> None:
-    """Variants with every pair of settings, each with a few lives that are new in every run.
-
-    What a variant must meet is asked of many lives, below: six may be quiet.
-    """
+    """Variants with every pair of settings, each with a few lives that are new in every run."""
     machine = machine_of(VARIANTS[variant])
     run_state_machine_as_test(seeded(f"{seed}/{variant}")(machine), settings=FEW)
 

@@ -155,6 +155,7 @@ PROPERTY = {
         policy="streaming-llm",
         policy_args=(("sinks", 2), ("schedule", "interval"), ("schedule.interval", 5)),
     ),
+    "swapped": replace(EVICTED, policy_args=(("window", 6), ("values", "host"))),
     "inside": INSIDE,
     "inside-async": replace(INSIDE, asynchronous=True),
     "inside-beside": replace(INSIDE, beside=(Beside("sliding", 10), Beside("sliding", 21))),

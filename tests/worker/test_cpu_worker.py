@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker for the CPU when it sizes its cache, with stand-ins for vLLM's worker and memory.
-
-vLLM's module replaces parts of torch when it is imported, so a process of its own imports it.
-"""
+"""The worker for the CPU when it sizes its cache, with stand-ins for vLLM's worker and memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All kernels are launched before serving, so that no request waits for a compiler.
-
-Triton works out the key of each launch, as on a GPU, and nothing is compiled or run. The results
-come from the reference.
-"""
+"""All kernels are launched before serving, so that no request waits for a compiler."""
 
 from __future__ import annotations
 

@@ -228,7 +228,6 @@ _OF_CONFIG: dict[Feature, Callable[[VllmConfig], object]] = {
     Feature.WINDOWS_ALONE: _has_windows_alone,
     Feature.OTHER_LAYERS: _has_other_layers,
     Feature.STATES: _has_states,
-    Feature.SHARED_LAYERS: _has_shared_layers,
     Feature.SOFT_CAP: lambda config: bool(
         getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
     ),

@@ -64,10 +64,6 @@ class PolicyMetrics:
         vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
         vllm_pyramid:pages_visible_total     pages that attention to everything would have read
 
-    With a sparse prefill (labels: engine):
-        vllm_pyramid:prefill_tiles_read_total     pairs of tiles that sparse prompts computed
-        vllm_pyramid:prefill_tiles_visible_total  pairs that attention to everything would have
-
     With `--kv-evict pressure` (labels: engine):
         vllm_pyramid:ordered_evictions_total  evictions ordered because the pool lacked blocks
         vllm_pyramid:ordered_to_floor_total   of these, those to the policy's budget
@@ -143,8 +139,6 @@ class PolicyMetrics:
             for name, text in (
                 ("pages_read", "Pages of the KV cache that generated tokens read."),
                 ("pages_visible", "Pages that they would have read with attention to everything."),
-                ("prefill_tiles_read", "Pairs of tiles that sparse prompts computed."),
-                ("prefill_tiles_visible", "Pairs of tiles that dense prompts would have computed."),
                 ("ordered_evictions", "Evictions ordered because the pool lacked blocks."),
                 ("ordered_to_floor", "Ordered evictions to the policy's budget."),
                 ("ordered_loss", "Shares of their scores that prompts lost by these, summed up."),

@@ -78,9 +78,7 @@ class EvictedPrefixes:
             return None
         if terms.reusable in (0, terms.shareable):
             return None
-        hashes = self._cache.hashes(request, terms.cache_key)[
-            : terms.plan.exact_tokens // self._cache.tokens
-        ]
+        hashes = self._cache.hashes(request)[: terms.plan.exact_tokens // self._cache.tokens]
         if self._pool.longest_prefix(hashes) < len(hashes):
             return request_id, terms.plan, first, hashes[first:]
         for block_hash in reversed(hashes[first:]):  # an earlier request's, used once more

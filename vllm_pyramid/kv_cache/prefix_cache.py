@@ -77,15 +77,14 @@ class PrefixCache:
         self._hashes_per_bundle = self.tokens // hash_block_size
         self.holders = SharedBlockIndex()
 
-    def find(self, request: Request, tokens: int, shared: int, key: bytes = b"") -> list[BlockHash]:
+    def find(self, request: Request, tokens: int, shared: int) -> list[BlockHash]:
         """Return the hashes of the bundles that a request without blocks could begin with.
 
         Args:
             tokens: the most tokens of all these bundles.
             shared: how many of the first bundles the request may share.
-            key: see `hashes`.
         """
-        hashes = self.hashes(request, key)[: tokens // self.tokens]
+        hashes = self.hashes(request)[: tokens // self.tokens]
         hit = hashes[: self._pool.longest_prefix(hashes)]
         while len(hit) > shared and not self._pool.bundles[hit[-1]].scheduled:
             hit.pop()  # it would be copied before the step that computes it
@@ -149,14 +148,14 @@ class PrefixCache:
         return zip(self._managers, self._entries, heads or [0] * len(self._entries), strict=True)
 
     def publish(
-        self, request: Request, known: int, tokens: int, key: bytes = b"", to_end: int = 0
+        self, request: Request, known: int, tokens: int, to_end: int = 0
     ) -> list[BlockBundle]:
         """Make bundles of a request's blocks up to `tokens`, of which `known` exist already.
 
         Args:
-            key: see `hashes`. to_end: how many of the request's bundles it has to its end.
+            to_end: how many of the request's bundles it has to its end.
         """
-        hashes = self.hashes(request, key)
+        hashes = self.hashes(request)
         end = min(tokens // self.tokens, len(hashes))
         names = self.named(hashes[known:end])
         columns: list[Sequence[KVCacheBlock]] = []
@@ -249,10 +248,9 @@ class PrefixCache:
         for bundle in reversed(bundles):
             self._pool.withdraw(bundle)
 
-    def hashes(self, request: Request, key: bytes = b"") -> list[BlockHash]:
-        """Return the hashes of a request's bundles, each with `key` (`RequestTerms.cache_key`)."""
-        found = request.block_hashes[self._hashes_per_bundle - 1 :: self._hashes_per_bundle]
-        return [BlockHash(one + key) for one in found] if key else found
+    def hashes(self, request: Request) -> list[BlockHash]:
+        """Return the hashes of a request's bundles."""
+        return request.block_hashes[self._hashes_per_bundle - 1 :: self._hashes_per_bundle]
 
     def named(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """Return the names of the bundles of these hashes."""

@@ -106,7 +106,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         may_share = (
             most if terms.shareable is None else min(most, terms.shareable)
         ) // cache.tokens
-        hit = cache.find(request, most, may_share, terms.cache_key)
+        hit = cache.find(request, most, may_share)
         for kind in self.kinds[1:]:
             del hit[self._pool.longest_prefix(kind.named(hit)) :]
         without_copies = may_share
@@ -116,11 +116,8 @@ class PrefixStore(CacheStore[PrefixHit]):
         if len(hit) > without_copies and not self._fits(request, terms, hit, may_share):
             del hit[without_copies:]
         tier = self._pool.tier
-        behind = cache.hashes(request, terms.cache_key)[len(hit) : most // cache.tokens]
+        behind = cache.hashes(request)[len(hit) : most // cache.tokens]
         below = behind[: tier.longest_prefix(behind)]
-        whole = terms.units.whole((len(hit) + len(below)) * cache.tokens) // cache.tokens
-        del below[max(whole - len(hit), 0) :]
-        del hit[whole:]
         if behind:
             record.query = len(behind) * cache.tokens, len(below) * cache.tokens
         if not hit and not below:
@@ -247,7 +244,7 @@ class PrefixStore(CacheStore[PrefixHit]):
             return  # nearly every request, every step
         own, to_end = self._own(request_id), self._to_end(record)
         for kind, bundles in own.bundles.items():
-            bundles += kind.publish(request, known, tokens, record.terms.cache_key, to_end)
+            bundles += kind.publish(request, known, tokens, to_end)
         if len(own.bundles[self.cache]) > known:
             self._published_from.setdefault(request_id, known)
 

@@ -10,7 +10,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm_pyramid.kv_cache.cache_store import Found
 from vllm_pyramid.kv_cache.evicted_names import EvictedNames
 from vllm_pyramid.plan import Plan, RetentionPlan
-from vllm_pyramid.plan.chunk_units import NO_UNITS, ChunkUnits
 from vllm_pyramid.policy.request import ServedRequest
 
 
@@ -23,8 +22,6 @@ class RequestTerms:
         served: the request as it is served; None in tests that need no more than a plan.
         shareable: leading tokens whose blocks the request may share; None: all.
         reusable: leading tokens that other requests may have computed; None: all.
-        units: of the prompt, which no chunk may cut.
-        cache_key: what names its cached KV in addition to the tokens.
         evicted: what names its KV behind its evictions; None: no other request finds that.
     """
 
@@ -32,18 +29,15 @@ class RequestTerms:
     served: ServedRequest | None = None
     shareable: int | None = 0
     reusable: int | None = 0
-    units: ChunkUnits = NO_UNITS
-    cache_key: bytes = b""
     evicted: EvictedNames | None = None
 
     def suffix(self, end: int) -> bytes | None:
         """Return what the KV of the first `end` tokens depends on, apart from these tokens.
 
-        This is `cache_key`, empty if it is the full cache's KV; None if no other request may find
-        it.
+        It is empty if it is the full cache's KV; None if no other request may find it.
         """
         if self.reusable is None or end <= self.reusable:
-            return self.cache_key
+            return b""
         return None if self.evicted is None else self.evicted.suffix(end)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods: one module each, or one folder where a method does more than score.
 
-A policy is made of nine parts. Each part is a class of its own, named in a preset by its `kind`:
+A policy is made of eight parts. Each part is a class of its own, named in a preset by its `kind`:
 
     scorer     how important is each key of a layer?          keydiff.py, observation_window.py, ...
     allocator  how many tokens does each layer keep?          curves.py, solved/, ...
@@ -11,7 +11,6 @@ A policy is made of nine parts. Each part is a class of its own, named in a pres
     chunk      does a prompt evict before its end?            policy/chunk.py
     attend     what do generated tokens read?                 pages/
     heads      do KV heads have lengths of their own?         streaming_heads/, adaptive_heads/, ...
-    prefill    what does a prompt attend to?                  tiles/
 
 A new scorer is one file in this folder: a subclass of `scorer.Scorer` with a `kind` and a `score`.
 Nothing else names it; `kinds.py` finds the classes by walking through this folder. A class of your

@@ -45,11 +45,9 @@ class ExpectedAttentionScorer(Scorer):
         epsilon: added to the weight, so that V counts where the weight is next to nothing.
     """
 
-    scores_sinks: ClassVar[bool] = False
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True
-    not_negative: ClassVar[bool] = True
     kind: Literal["expected_attention"] = "expected_attention"
     queries: int | None = Field(default=None, ge=1)
     future_positions: int = Field(default=512, ge=1)

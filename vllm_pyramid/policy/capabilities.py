@@ -106,7 +106,6 @@ class Feature(Enum):
     WINDOWS_ALONE = "a model of which every layer has a sliding window", _NONE
     OTHER_LAYERS = "a model of which some layers do not evict", ""
     STATES = "a model whose layers keep states", ""
-    SHARED_LAYERS = "a model with layers that read others' caches", ""
     SOFT_CAP = "a model that caps its logits", ""
     EXPERTS = "a mixture of experts", ""
     # Of a request. It may evict where earlier turns ended if each eviction depends only on the

@@ -91,7 +91,6 @@ class EvictionPoints(Chunk):
                 "chunk": EvictionPoints(),
                 "attend": "all",
                 "heads": policy.heads.model_dump(),
-                "prefill": "all",
             }
         )
 

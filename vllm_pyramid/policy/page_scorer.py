@@ -31,46 +31,26 @@ class PageScorer(Component):
         summary_kind: the kernel that makes the summaries (`methods/pages/kernels/`), of which
             `summarise` is then the reference; None: `summarise` is called.
         score_kind: the kernel that scores them. `rows` multiplies with what `extend` returns.
-        needs_queries: summaries depend on the queries of the page's own tokens too: `represent` is
-            called in place of `summarise`. Not with evictions, which mix pages, and drafts.
     """
 
     section: ClassVar[str] = "attend.scorer"
     rows: ClassVar[int] = 1
     summary_kind: ClassVar[str | None] = None
     score_kind: ClassVar[str] = "rows"
-    needs_queries: ClassVar[bool] = False
 
     @property
     def unsupported(self) -> Declared:
-        spread, found = "choose attend.scorer spread", Declared()
+        found = Declared()
         if ":" in self.kind:
             found[Feature.HOST_FOLDER] = (
                 "files hold its summaries, and its code may be another after a restart"
             )
-        if self.needs_queries or not self.has_kernels:
+        if not self.has_kernels:
             found[Feature.CUDA] = (
                 "it runs in PyTorch and would wait for the device in each step",
-                f"{spread} or box, or serve on a CPU",
+                "choose attend.scorer spread or box, or serve on a CPU",
             )
-        if self.needs_queries:
-            keeps = "it keeps the queries of a page until it is full"
-            found[Feature.DRAFTS] = f"{keeps}, and drafts would overwrite them", spread
-            found[Feature.SHARED_LAYERS] = f"{keeps}, and such layers have others", spread
         return found
-
-    @property
-    def summary_rows(self) -> int:
-        """Return r: `rows`, unless the scorer's settings decide."""
-        return self.rows
-
-    @property
-    def products(self) -> int:
-        """Return how many products a query has with a summary, of which the largest counts.
-
-        The summary is cut into as many equal parts.
-        """
-        return 1
 
     @property
     def has_kernels(self) -> bool:
@@ -96,18 +76,10 @@ class PageScorer(Component):
         """
         raise NotImplementedError
 
-    def represent(self, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Return what `summarise` does, of a scorer that `needs_queries`.
-
-        `queries`, `[B, G, D]` float32, is the mean query of each page's tokens, over the query
-        heads of a KV head.
-        """
-        raise NotImplementedError
-
     @classmethod
     def check_class(cls) -> None:
         """Raise ValueError if the class lacks one of the two functions."""
-        for name in ("represent" if cls.needs_queries else "summarise", "extend"):
+        for name in ("summarise", "extend"):
             if getattr(cls, name) is getattr(PageScorer, name):
                 raise ValueError(
                     f"the page scorer {cls.__module__}:{cls.__qualname__} has no method `{name}`"

@@ -120,14 +120,10 @@ def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
 
     Generated tokens count, too. Blocks beyond `shareable_tokens` are copied into the request's own
     blocks, and out of them before it evicts; not where some KV heads never evict, whose blocks are
-    bundles of their own. Where prompts are computed sparsely it is the sparse part, as far as no
-    eviction writes to it, and the KV is found by its `cache_key`.
+    bundles of their own.
     """
     if policy.why_not(Feature.PREFIX_CACHING) is not None or plan.pieces:
         return 0
-    if policy.prefill.skips_tiles:
-        sparse = policy.prefill.sparse_tokens(plan.prompt_len)
-        return sparse if plan.untouched is None else min(sparse, plan.untouched)
     if plan.untouched is None:
         return plan.prompt_len if policy.approximates_answers else None
     lasts = isinstance(plan, RetentionPlan) and plan.whole is not None and bool(plan.whole.any())
@@ -141,8 +137,6 @@ def shareable_tokens(policy: Policy, plan: Plan) -> int | None:
     Their KV is that of the full cache, and no eviction of this request writes into their blocks.
     """
     reusable = reusable_tokens(policy, plan)
-    if policy.prefill.skips_tiles:
-        return reusable
     return reusable if plan.untouched is None or reusable == 0 else plan.untouched
 
 

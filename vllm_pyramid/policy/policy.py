@@ -35,7 +35,6 @@ from vllm_pyramid.policy.heads import AlikeHeads, Heads
 from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.policy.kinds import parse_component, parsed_by
 from vllm_pyramid.policy.planning import plan_prompt
-from vllm_pyramid.policy.prefill import DensePrefill, Prefill
 from vllm_pyramid.policy.schedules import PromptEndSchedule, Schedule
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.policy.selectors import Selector, TopKSelector
@@ -53,7 +52,7 @@ MIN_TURN = 32
 # Base classes of the sections of a preset.
 SECTIONS: dict[str, type[Component]] = {
     base.section: base
-    for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk, Attend, Heads, Prefill)
+    for base in (Scorer, Allocator, Selector, Schedule, Values, Chunk, Attend, Heads)
 }
 
 
@@ -70,7 +69,7 @@ class Policy(BaseModel):
             None: the server's. It does not apply to a budget in tokens.
         fill_blocks: whether the next best tokens fill the last block of a layer (same memory);
             otherwise exactly the paper's number is kept.
-        scorer, allocator, selector, schedule, values, chunk, attend, heads, prefill: the parts,
+        scorer, allocator, selector, schedule, values, chunk, attend, heads: the parts,
             see `vllm_pyramid.methods`.
     """
 
@@ -106,25 +105,17 @@ class Policy(BaseModel):
         default_factory=DenseAttention
     )
     heads: Annotated[SerializeAsAny[Heads], parsed_by(Heads)] = Field(default_factory=AlikeHeads)
-    prefill: Annotated[SerializeAsAny[Prefill], parsed_by(Prefill)] = Field(
-        default_factory=DensePrefill
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Policy:
         if self.name == "none" or (
             self.name == "full"
-            and (
-                self.evicts
-                or self.values != DeviceValues()
-                or self.attend.selects
-                or self.prefill.skips_tiles
-            )
+            and (self.evicts or self.values != DeviceValues() or self.attend.selects)
         ):
             raise ValueError(
                 f"the name {self.name!r} is reserved (none: plugin off, full: everything kept on "
                 "the device, and read): give this policy another one"
-                + (", or choose kcache, select or sparse-prefill" if not self.evicts else "")
+                + (", or choose kcache or select" if not self.evicts else "")
             )
         for part in self.parts:
             part.check(self)
@@ -143,7 +134,6 @@ class Policy(BaseModel):
             self.chunk,
             self.attend,
             self.heads,
-            self.prefill,
         )
 
     @cached_property

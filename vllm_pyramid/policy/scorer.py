@@ -32,9 +32,6 @@ class Scorer(Component):
             (`Rotary.mean_turn_ahead`), which needs an embedding of known frequencies.
         attention_mass: the scores are attention, so they are not negative and a key's share of a
             layer's sum is its share of the attention. Allocators that defer need this.
-        not_negative: the scores are at least 0, and a key's share of its head's sum is what it
-            gives of what its head gives.
-        scores_sinks: the scores of the first `sinks` tokens say what they are worth, as others do.
         asked: the function that a user's class defines.
         joins_layers: `scores` takes rows of several layers, see `EvictionBatch.layers`.
         asks_ranks: `score` calls `ScorerInputs.mean_of_heads`, for which tensor-parallel ranks wait
@@ -52,8 +49,6 @@ class Scorer(Component):
     needs_rotary: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
     attention_mass: ClassVar[bool] = False
-    not_negative: ClassVar[bool] = False
-    scores_sinks: ClassVar[bool] = True
     joins_layers: ClassVar[bool] = False
     asks_ranks: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False

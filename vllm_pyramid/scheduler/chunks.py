@@ -98,7 +98,6 @@ class Chunks:
             self.loading.pop(request.request_id, None)
         if not waits or record.num_blocks or self.starts(request, plan, computed):
             chunk = self._chunk(request, plan, computed, tokens)
-            chunk = record.terms.units.chunk(computed, chunk)
             if (
                 self._pool_may_be_smaller
                 and not waits

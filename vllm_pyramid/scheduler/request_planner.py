@@ -95,14 +95,11 @@ class RequestPlanner:
                 request.request_id, request.cache_salt or "", served.application, plan
             ):
                 plan = _replan(request, served, plan, fields)
-        prefill = served.policy.prefill
         return RequestTerms(
             plan,
             served,
             shareable_tokens(served.policy, plan) if shares else 0,
             reusable_tokens(served.policy, plan) if shares else 0,
-            prefill.units(plan.prompt_len),
-            prefill.cache_key,
             EvictedNames.of(served, plan) if shares else None,
         )
 

@@ -91,8 +91,8 @@ class TurnWays:
         """Plan the ways of a request, once its first tokens are found: before, none finds more."""
         terms = self._arrived[request.request_id]
         cache, tier = self._coordinator.prefixes.cache, self._coordinator.block_pool.tier
-        is_found = cache.find(request, cache.tokens, 1, terms.cache_key)
-        first = cache.hashes(request, terms.cache_key)[:1]
+        is_found = cache.find(request, cache.tokens, 1)
+        first = cache.hashes(request)[:1]
         if not (self._starts or is_found or tier.longest_prefix(first)):
             return
         del self._arrived[request.request_id]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels on rows with scales of their own, against the reference on plain numbers.
-
-A row is that of vLLM's caches with a scale for each token and KV head: K, its scale, V, its scale.
-"""
+"""The Triton kernels on rows with scales of their own, against the reference on plain numbers."""
 
 from __future__ import annotations
 

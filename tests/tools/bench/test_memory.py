@@ -53,9 +53,8 @@ def test_heads_with_lengths_of_their_own_have_a_budget_or_a_mask() -> None:
 def test_what_is_accumulated_is_of_each_token_and_head() -> None:
     assert memory("h2o", 32).bytes_beside_block == 4 * 16 * 2
     assert memory("snapkv", 32).bytes_beside_block == 0
-    # A summary is as large as two keys, or one.
+    # A summary is as large as two keys.
     assert PolicyMemory(TINY, load_policy("select")).bytes_beside_block == 16
-    assert PolicyMemory(TINY, load_policy("infllm")).bytes_beside_block == 8
 
 
 @pytest.mark.parametrize("name", policy_names())

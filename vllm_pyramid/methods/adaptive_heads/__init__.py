@@ -30,68 +30,47 @@ that solve (`methods/solved/`).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from vllm_pyramid.methods.streaming_heads.split import HeadLengths
-from vllm_pyramid.plan import Budget, DeferredPlan, Plan
-from vllm_pyramid.policy.allocator import Integers, open_plan
+from vllm_pyramid.plan import Budget, Plan
+from vllm_pyramid.policy.allocator import open_plan
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import WorkerContext, WorkerHooks
 
 
-class SolvedHeads(HeadLengths):
-    """Base class of kinds whose lengths follow from the prompt's scores, for each layer alone.
+class AdaptiveHeads(HeadLengths):
+    """Divide each layer's budget among its KV heads by one choice of the best tokens of all.
 
-    Class attributes:
-        sets_total: the total follows from the prompt, too; the budget is then an upper limit.
+    Attributes:
+        alpha: the share of its budget beyond sinks and window that each head keeps whatever the
+            other heads' scores are, rounded down; at least one token, unless it is 0.
     """
 
     defers: ClassVar[bool] = True
-    sets_total: ClassVar[bool] = False
-
-    def safe(self, mean: int) -> int:
-        """Return what each head keeps at least, of `mean` tokens beyond sinks and window."""
-        return 0
-
-    @abstractmethod
-    def evidence(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
-        """Return what `measures` looks at, `[..., columns]`, without NaN where scores have none.
-
-        `scores` `[..., columns]` are of one head, -inf behind a prompt's context; the first `sinks`
-        are kept anyway.
-        """
-
-    @abstractmethod
-    def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
-        """Return one whole number a head of a layer, on the device: `[G]`.
-
-        `scores` `[G, columns]` of `evidence` are of the tokens before the window, of which the
-        first `sinks` are kept anyway.
-        """
-
-    def allocate(self, measured: Integers, plan: DeferredPlan) -> Integers:
-        """Return the tokens that each head keeps beyond sinks and window: `[G]`."""
-        return measured
+    kind: Literal["adaptive"] = "adaptive"
+    alpha: float = Field(default=0.2, ge=0.0, le=1.0)
 
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> Plan:
         """Return an open plan, where the prompt may be shortened: every layer keeps the budget."""
-        sets_total, lengths = self.sets_total, (prompt_len, num_lanes, block_size, budget)
-        return open_plan(policy, *lengths, sets_total=sets_total, safe=self.safe)
+        lengths = prompt_len, num_lanes, block_size, budget
+        return open_plan(policy, *lengths, sets_total=False, safe=self._safe)
+
+    def _safe(self, mean: int) -> int:
+        """Return what each head keeps at least, of `mean` tokens beyond sinks and window."""
+        return max(int(self.alpha * mean), 1) if self.alpha else 0
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks:
         from vllm_pyramid.methods.adaptive_heads.worker import HeadSolver
 
-        return HeadSolver(policy, self, context)
+        return HeadSolver(policy, context)
 
     # Answers of a part --------------------------------------------------------------------------
 
@@ -132,33 +111,3 @@ class SolvedHeads(HeadLengths):
             Feature.DRAFTS: untried,
             Feature.TRACE: untried,
         }
-
-
-class AdaptiveHeads(SolvedHeads):
-    """Divide each layer's budget among its KV heads by one choice of the best tokens of all.
-
-    Attributes:
-        alpha: the share of its budget beyond sinks and window that each head keeps whatever the
-            other heads' scores are, rounded down; at least one token, unless it is 0.
-    """
-
-    kind: Literal["adaptive"] = "adaptive"
-    alpha: float = Field(default=0.2, ge=0.0, le=1.0)
-
-    def safe(self, mean: int) -> int:
-        """Return the share `alpha`."""
-        return max(int(self.alpha * mean), 1) if self.alpha else 0
-
-    def evidence(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
-        """Return the scores; those of sinks, which are not chosen among, as 0."""
-        import torch
-
-        if not sinks:
-            return scores
-        return torch.cat([torch.zeros_like(scores[..., :sinks]), scores[..., sinks:]], dim=-1)
-
-    def measures(self, scores: torch.Tensor, plan: DeferredPlan, sinks: int) -> torch.Tensor:
-        """Return each head's part of the joint choice."""
-        from vllm_pyramid.methods.adaptive_heads.lengths import joint_lengths
-
-        return joint_lengths(scores, plan.mean * len(scores), safe=plan.safe, sinks=sinks)

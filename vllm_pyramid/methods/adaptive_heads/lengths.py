@@ -7,11 +7,7 @@ observation window).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-
-from vllm_pyramid.methods.solved.lengths import ROUNDING, retention
 
 
 def joint_lengths(scores: torch.Tensor, total: int, *, safe: int, sinks: int = 0) -> torch.Tensor:
@@ -40,27 +36,6 @@ def joint_lengths(scores: torch.Tensor, total: int, *, safe: int, sinks: int = 0
         candidates = candidates.masked_fill(_is_among_best(candidates, safe), torch.inf)
     by_position = candidates.T.reshape(1, -1)
     return _is_among_best(by_position, total).view(-1, len(candidates)).sum(dim=0)
-
-
-def least_count(
-    scores: torch.Tensor, counts: Sequence[int], goal: float, *, sinks: int = 0
-) -> torch.Tensor:
-    """Return the least of some counts of best tokens that hold a share `goal` of a head's score.
-
-    Args:
-        scores: `[G, n]`, not negative.
-        counts: increasing; the last one is all tokens beyond the sinks.
-        goal: share of the score that sinks and best tokens hold, 0 .. 1.
-        sinks: first tokens of the context, which are kept in any case.
-
-    Returns:
-        `[G]` int64; the least count for a head whose scores are all 0.
-    """
-    found = torch.full((len(scores),), counts[-1], dtype=torch.int64, device=scores.device)
-    for count in reversed(counts[:-1]):
-        held = retention(scores, torch.full_like(found, count), sinks=sinks)
-        found = torch.where(held >= goal - ROUNDING, count, found)
-    return found
 
 
 def _is_among_best(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -16,17 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_pyramid.methods.adaptive_heads.lengths import joint_lengths
 from vllm_pyramid.plan import DeferredPlan
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
 
 if TYPE_CHECKING:
-    from vllm_pyramid.methods.adaptive_heads import SolvedHeads
     from vllm_pyramid.policy.policy import Policy
 
 # Copies of the scores that wait for the layer's last head: scores, evidence, this of all heads.
 _COPIES = 3
-# What a choice has of a token and head at most: shares in float64, these sorted with their places,
-# and two of their sums (`least_count`); `joint_lengths` has less.
+# What a choice has of a token and head, at most.
 _BYTES_OF_A_CHOICE = 56
 
 
@@ -35,8 +34,8 @@ class HeadSolver(CacheHooks, EvictionHooks):
 
     name = "adaptive"
 
-    def __init__(self, policy: Policy, heads: SolvedHeads, context: WorkerContext) -> None:
-        self.policy, self.heads = policy, heads
+    def __init__(self, policy: Policy, context: WorkerContext) -> None:
+        self.policy = policy
         self.together = context.tables_per_layer
         self.allow_device_sync = context.allow_device_sync
         self._context = context
@@ -58,8 +57,11 @@ class HeadSolver(CacheHooks, EvictionHooks):
         return self.together * (_BYTES_OF_A_CHOICE * longest + 4 * rows * entries)
 
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return what the policy's heads measure of one head."""
-        return self.heads.evidence(scores, self.policy.sinks)
+        """Return the scores of one head; those of sinks, which are not chosen among, as 0."""
+        sinks = self.policy.sinks
+        if not sinks:
+            return scores
+        return torch.cat([torch.zeros_like(scores[..., :sinks]), scores[..., sinks:]], dim=-1)
 
     def decide(
         self, plans: Sequence[DeferredPlan], evidence: torch.Tensor
@@ -67,11 +69,9 @@ class HeadSolver(CacheHooks, EvictionHooks):
         found = []
         for index, plan in enumerate(plans):
             context = evidence[:, index, 0, : plan.prompt_len - self.policy.window]
-            found.append(self.heads.measures(context, plan, self.policy.sinks))
+            total = plan.mean * len(context)
+            found.append(joint_lengths(context, total, safe=plan.safe, sinks=self.policy.sinks))
         # The layer's only copy to the host: a number a head and prompt.
         with self.allow_device_sync():
             numbers = torch.stack(found).cpu().numpy()
-        return [
-            plan.floor + self.heads.allocate(row, plan)
-            for plan, row in zip(plans, numbers, strict=True)
-        ]
+        return [plan.floor + row for plan, row in zip(plans, numbers, strict=True)]

@@ -46,7 +46,6 @@ class ObservedExpectedScorer(Scorer):
         future_positions: number of positions to come over which the second score averages.
     """
 
-    scores_sinks: ClassVar[bool] = False
     needs_queries: ClassVar[bool] = True
     needs_rotary: ClassVar[bool] = True
     joins_layers: ClassVar[bool] = True

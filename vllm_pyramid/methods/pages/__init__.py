@@ -23,7 +23,6 @@ import numpy as np
 from pydantic import Field, PlainSerializer, PlainValidator, SerializeAsAny
 
 from vllm_pyramid.methods.pages.box import BoxScorer
-from vllm_pyramid.methods.pages.representative import RepresentativeScorer
 from vllm_pyramid.methods.pages.spread import SpreadScorer
 from vllm_pyramid.plan import Budget, IntArray
 from vllm_pyramid.plan.cache import cached_by_bytes
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import LayerSpec, SchedulerHooks, WorkerContext, WorkerHooks
 
-__all__ = ["BoxScorer", "RepresentativeScorer", "SelectPages", "SpreadScorer"]
+__all__ = ["BoxScorer", "SelectPages", "SpreadScorer"]
 
 _LAST = 2**31
 
@@ -113,7 +112,7 @@ class SelectPages(Attend):
 
     @property
     def attends_in_graphs(self) -> bool:
-        return self.scorer.has_kernels and not self.scorer.needs_queries
+        return self.scorer.has_kernels
 
     @property
     def approximates_answers(self) -> bool:
@@ -156,11 +155,6 @@ class SelectPages(Attend):
             reason = (
                 "has fill_blocks false, and the first page of a layer would be summarised with "
                 "keys that were evicted: leave it out"
-            )
-        elif policy.evicts and self.scorer.needs_queries:
-            reason = (
-                f"has the page scorer {self.scorer.kind!r}, for which an eviction mixes the tokens "
-                "of pages: choose spread"
             )
         elif not policy.copies_blocks:
             reason = "keeps V in host memory (values: host), which is read by the key, not the page"
@@ -213,7 +207,7 @@ class SelectPages(Attend):
     def block_extras(self, layer: LayerSpec) -> BlockExtras:
         """Return the size of a summary; numbers of one byte are summarised in two."""
         number = max(layer.dtype.itemsize, 2)
-        num_bytes = self.scorer.summary_rows * layer.num_kv_heads * layer.head_size * number
+        num_bytes = self.scorer.rows * layer.num_kv_heads * layer.head_size * number
         made_by = self.model_dump(mode="json", include={"scorer", "dense_layers"})
         return BlockExtras(num_bytes, made_by)
 

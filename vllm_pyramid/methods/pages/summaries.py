@@ -33,7 +33,7 @@ class Summaries:
         self, scorer: PageScorer, num_kv_heads: int, head_size: int, dtype: torch.dtype
     ) -> None:
         self._scorer = scorer
-        self._shape = num_kv_heads, scorer.summary_rows * head_size
+        self._shape = num_kv_heads, scorer.rows * head_size
         self._head_size = head_size
         # A cache of 8 bits has numbers that bfloat16 holds exactly.
         self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
@@ -52,7 +52,7 @@ class Summaries:
     def multiplied(self) -> torch.Tensor:
         """Return what queries are multiplied with, in the shape that the scorer's kernel reads."""
         if self._scorer.score_kind == "rows":
-            return self.rows.unflatten(2, (self._scorer.products, -1))
+            return self.rows.unsqueeze(2)
         return self.rows
 
     def extend(self, query: torch.Tensor) -> torch.Tensor:
@@ -63,17 +63,12 @@ class Summaries:
         if self._scorer.has_kernels:
             return query
         found = self._scorer.extend(query.float())
-        shape = *query.shape[:2], self._scorer.summary_rows * self._head_size
+        shape = *query.shape[:2], self._scorer.rows * self._head_size
         check_result(self._scorer, "extend", found, shape)
         return found
 
-    def add_filled(
-        self, inputs: AttentionInputs, filled: Filling, queries: torch.Tensor | None
-    ) -> None:
-        """Summarise the pages that a step fills; errors as of `extend`.
-
-        `queries` `[B, G, D]` are for a scorer that asks for them.
-        """
+    def add_filled(self, inputs: AttentionInputs, filled: Filling) -> None:
+        """Summarise the pages that a step fills; errors as of `extend`."""
         table, pages = inputs.block_table, filled.pages
         if self._scorer.summary_kind is not None:
             starts, ends = filled.starts[inputs.layer], filled.ends[inputs.layer]
@@ -81,7 +76,7 @@ class Summaries:
             self._add_ranges(inputs, table, starts, ends, skips, filled.max_pages)
         else:
             blocks = table[torch.from_numpy(pages.requests), torch.from_numpy(pages.pages)]
-            self._add_blocks(inputs, blocks.long(), queries)
+            self._add_blocks(inputs, blocks.long())
 
     def add_survivors(self, batch: EvictionBatch, block_size: int) -> None:
         """Summarise the pages of what an eviction has kept, which hold other keys now."""
@@ -121,16 +116,10 @@ class Summaries:
             max_pages=max_pages,
         )
 
-    def _add_blocks(
-        self, inputs: AttentionInputs, blocks: torch.Tensor, queries: torch.Tensor | None = None
-    ) -> None:
-        """Call the scorer's own `summarise`, or `represent` with queries, for blocks, `[B]`."""
+    def _add_blocks(self, inputs: AttentionInputs, blocks: torch.Tensor) -> None:
+        """Call the scorer's own `summarise` for blocks, `[B]`."""
         if not len(blocks):
             return
-        keys = inputs.key_cache[blocks].float()
-        if queries is None:
-            found = self._scorer.summarise(keys)
-        else:
-            found = self._scorer.represent(keys, queries)
+        found = self._scorer.summarise(inputs.key_cache[blocks].float())
         check_result(self._scorer, "summarise", found, (len(blocks), *self._shape))
         self.rows[blocks] = found.to(self._dtype)

@@ -18,19 +18,15 @@ def try_scorer(
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, kv_heads, page_size, head_size, generator=generator)
     query = torch.randn(2, heads, head_size, generator=generator)
-    width = scorer.summary_rows * head_size
-    makes, given = "summarise", [keys]
-    if scorer.needs_queries:
-        makes = "represent"
-        given.append(torch.randn(3, kv_heads, head_size, generator=generator))
-    for name, args, shape in (
-        (makes, given, (3, kv_heads, width)),
-        ("extend", [query], (2, heads, width)),
+    width = scorer.rows * head_size
+    for name, given, shape in (
+        ("summarise", keys, (3, kv_heads, width)),
+        ("extend", query, (2, heads, width)),
     ):
         if name == "extend" and scorer.has_kernels:
             continue
         try:
-            found = getattr(scorer, name)(*args)
+            found = getattr(scorer, name)(given)
         except Exception as error:
             raise ValueError(
                 f"`{name}` of the page scorer {scorer.kind!r} failed on made-up input: "

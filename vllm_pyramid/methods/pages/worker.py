@@ -17,7 +17,6 @@ from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Fi
 from vllm_pyramid.methods.pages.compiled import compile_kernels
 from vllm_pyramid.methods.pages.decode_rows import AT_ONCE, DecodeRows
 from vllm_pyramid.methods.pages.kernels.records import PageLists
-from vllm_pyramid.methods.pages.page_queries import PageQueries
 from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.step_rows import Bounds, StepReadsPlan
 from vllm_pyramid.methods.pages.summaries import Summaries
@@ -60,10 +59,6 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self._chooser = PageChooser(selection, self._bounds, self.summaries)
         layers = [spec.layer_idx for spec in context.specs]
         self._layers = slice(layers[0], layers[-1] + 1)
-        self._queries: PageQueries | None = None
-        if self.scorer.needs_queries:
-            shape = self._kv_heads, context.block_size, head_size
-            self._queries = PageQueries(self._layers, *shape)
         # Of the current step; None in steps without requests.
         self._step: Step | None = None
         self._plan: StepReadsPlan | None = None
@@ -82,8 +77,6 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def bytes_of_buffers(self) -> int:
         config = self.context.config
         requests = config.scheduler_config.max_num_seqs
-        if self._queries is not None:
-            return self._queries.bytes_of(requests)
         if self.context.device.type == "cpu":
             return 0
         # Scores of a part, lists of pages for each request, and with those that read everything.
@@ -154,12 +147,6 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self._choosing, self._filled = choosing, None
         if choosing is None or not choosing.fills:
             self._filled = Filling.of(step, size, device, shifted=shifted)
-        if self._queries is not None:
-            self._queries.begin_step(step, None if self._filled is None else self._filled.pages)
-
-    def forget(self, request_id: str) -> None:
-        if self._queries is not None:
-            self._queries.forget(request_id)
 
     def _pages_of(self, request: WorkerRequest, num_layers: int) -> IntArray:
         """Return the pages that a request's tokens read at most: `[L]`, of all pipeline stages."""
@@ -186,11 +173,8 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             return inputs
         if not self._is_prepared:
             self._prepare(self._step, self._plan, inputs)
-        queries = None
-        if self._queries is not None:
-            queries = self._queries.take(inputs, fills=self._filled is not None)
         if self._filled is not None:
-            self.summaries.add_filled(inputs, self._filled, queries)
+            self.summaries.add_filled(inputs, self._filled)
         if self._choosing is None:
             self._plan.note_dense(inputs.layer)
             return inputs

@@ -17,16 +17,15 @@ many such tokens the prompt has. Torch is only imported where a worker calls the
 - **Plans.** Only the total is known before a prompt has been processed. Each prompt is solved on
   its own, again if it is preempted. A response's `solved_tokens` has the lengths, whose sum is the
   budget times the number of layers, and `kept_tokens` those in whole blocks.
-- **Cost.** Once a prompt: a top-N over the scores of all layers (`global`) or a sort a head and
-  layer (`needed_tokens`), and a number a layer read back. Until the last layer has attended, scores
-  take 4 bytes a KV head, layer and prompt token, outside the memory that vLLM measures.
+- **Cost.** Once a prompt: a top-N over the scores of all layers, and a number a layer read back.
+  Until the last layer has attended, scores take 4 bytes a KV head, layer and prompt token, outside
+  the memory that vLLM measures.
 - **`global`**: layer l keeps as many as lie in it of the B m greatest numbers
   `w(l, i) / sum_i w(l, i)`, w(l, i) being token i's score, mean over the KV heads; of equal ones
   the lower layer's first. No other lengths of the total have a greater mean retention. Where XKV
   adds one token a step, one top-N gives the same lengths, and no mini-prefill is needed. With
   `retention` the budget is a limit, 100 % by default, and `kv_budget` of a response is the mean.
-- **`needed_tokens`** shares as `shares` does; between layers only, on pooled scores. `xkv` pools
-  over 7 positions, its paper's width, and `zigzagkv` over 5.
+  The preset pools over 7 positions, its paper's width.
 - **Needs** a scorer of attention (`observation_window`, `future_attention`), of all layers before
   the first is shortened. Not with evictions inside the prompt.
 
@@ -44,9 +43,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from vllm_pyramid.methods.curves import share_out
 from vllm_pyramid.plan import Budget, Plan
-from vllm_pyramid.policy.allocator import Allocator, Integers, Reals, open_plan, round_to_sum
+from vllm_pyramid.policy.allocator import Allocator, Integers, Reals, open_plan
 from vllm_pyramid.policy.capabilities import Feature, Unsupported
 
 if TYPE_CHECKING:
@@ -223,44 +221,3 @@ class GlobalAllocator(SolvingAllocator):
 
     def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
         return measures.astype(np.int64)  # they are the lengths
-
-
-class SharingAllocator(SolvingAllocator):
-    """Base of the allocators that divide the total in proportion to one number a layer.
-
-    Attributes:
-        floor: the share of B that every layer keeps whatever its number, 0 .. 1.
-    """
-
-    floor: float = Field(default=0.0, ge=0.0, le=1.0)
-
-    def measures(
-        self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
-    ) -> torch.Tensor:
-        return evidence
-
-    def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
-        # Measures come from a device's sums: a last bit more or less shall not move a token.
-        weights = np.round(measures / max(measures.sum(), 1e-300), 9)
-        curve = share_out(weights, mean, capacity, self.floor * mean)
-        return round_to_sum(curve, mean * len(measures))
-
-
-class NeededTokensAllocator(SharingAllocator):
-    """ZigZagKV: give layers tokens in proportion to those that hold most of their attention.
-
-    The number of a layer is the mean over its KV heads of the fewest tokens that hold `mass` of the
-    head's score (LMBA). `floor` is the paper's least size of a layer; its value is ours.
-
-    Attributes:
-        mass: share of a head's score that the tokens must hold.
-    """
-
-    kind: Literal["needed_tokens"] = "needed_tokens"
-    mass: float = Field(default=0.9, gt=0.0, le=1.0)
-    floor: float = Field(default=0.25, ge=0.0, le=1.0)
-
-    def evidence(self, scores: torch.Tensor) -> torch.Tensor:
-        from vllm_pyramid.methods.solved.lengths import minimum_budgets, sum_of_heads
-
-        return sum_of_heads(minimum_budgets(scores.clamp(min=0.0), self.mass).double())

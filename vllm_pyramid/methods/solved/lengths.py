@@ -30,21 +30,6 @@ def shares_of(scores: torch.Tensor) -> torch.Tensor:
     return exact / torch.where(total > 0, total, 1.0)
 
 
-def retention(scores: torch.Tensor, lengths: torch.Tensor, *, sinks: int = 0) -> torch.Tensor:
-    """Return XKV's importance retention ratio R of every layer (its Eq. 4): `[L]` float64 in 0 ..
-    1.
-
-    This is `sum(topk(w_l, lengths[l])) / sum(w_l)`, or 1 for a layer whose scores are all 0.
-    `lengths` are the best context tokens that are kept beyond the sinks.
-    """
-    shares = shares_of(scores)
-    candidates = shares[:, sinks:].sort(dim=-1, descending=True).values
-    order = torch.arange(candidates.shape[1], device=scores.device)
-    kept = torch.where(order < lengths[:, None], candidates, 0.0).sum(dim=-1)
-    result = kept + shares[:, :sinks].sum(dim=-1)
-    return torch.where(shares.sum(dim=-1) > 0, result, 1.0)
-
-
 def best_lengths(scores: torch.Tensor, total: int, *, sinks: int = 0) -> torch.Tensor:
     """Find the lengths with the greatest mean R for a given total (XKV's Eq. 17): `[L]` int64.
 
@@ -102,21 +87,6 @@ def _split_at(
     left = total - above.sum()
     before = equal.cumsum(dim=0) - equal
     return above + torch.minimum((left - before).clamp(min=0), equal)
-
-
-def minimum_budgets(scores: torch.Tensor, goal: float) -> torch.Tensor:
-    """Return the least number of tokens that hold a share `goal` of a head's score: `[...]` int64.
-
-    With `goal` 0.9 this is ZigZagKV's minimum budget size to maintain attention (MBA). `scores` are
-    `[..., n]`, not negative; zeros behind the context do not count. It is 0 for a head whose scores
-    are all 0.
-    """
-    descending = shares_of(scores).sort(dim=-1, descending=True).values
-    sums = descending.cumsum(dim=-1)
-    needed = (sums < goal - ROUNDING).sum(dim=-1) + 1
-    # Without this a head whose scores are all 0 would seem to need all n tokens, and n depends on
-    # the longest prompt of the batch.
-    return torch.where(sums[..., -1] > 0, needed.clamp(max=scores.shape[-1]), 0)
 
 
 def sum_of_heads(values: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,6 @@ class HeadLengths(Heads):
         "schedule": "prompt_end",
         "values": "device",
         "attend": "all",
-        "prefill": "all",
     }
 
     def check_parts(self, policy: Policy) -> None:

@@ -80,9 +80,8 @@ class PageOps(SummaryOps, Protocol):
 
         - `box`: `max(q, 0) · largest + min(q, 0) · smallest`, which no key of the page exceeds.
         - `spread`: `q · mean + |q| · deviation`.
-        - `rows`: the largest product with any of the page's n rows in the pool, such as keys that
-        represent it (InfLLM, arXiv:2402.04617). A scorer of the user's own has one row, and a query
-        that it has extended to the width of it.
+        - `rows`: the largest product with any of the page's n rows in the pool. A scorer of the
+        user's own has one row, and a query that it has extended to the width of it.
 
         It is scaled and capped as attention's logits are. The softmax over the candidates (and the
         head's sink) is taken in each query head, then its mean or maximum over the query heads of a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make attack-cost`: how much slower an honest answer decodes while hostile requests come.
 
-ATTACK_ROUNDS=40 make attack-cost
+    ATTACK_ROUNDS=40 make attack-cost
 
 Four kinds of round alternate, in another order each time. In each an honest request decodes:
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from tests.attack.slowdown import ATTACK_PROMPT, PAIRS, attack_body, settings
+from lab.attack_cost import ATTACK_PROMPT, PAIRS, attack_body, settings
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import check_request
 

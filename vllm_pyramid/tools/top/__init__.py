@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`vllm-pyramid top`: live numbers of one or several servers in a terminal."""
