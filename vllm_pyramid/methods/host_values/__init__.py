@@ -26,8 +26,8 @@ decided as without it.
   `--max-model-len` and of `--max-num-batched-tokens` tokens in one layer, and 128 MiB. It ran once
   (docs/gpu.md); the time of fetching rows was not measured. It is for room, not for speed: the
   device holds nearly twice the tokens, and a step takes longer than one with V on the device
-  unless contexts are long (Llama 3 8B: some 34,000 tokens, counted in docs/design.md). On the CPU both
-  pools are host memory, so it serves to measure quality.
+  unless contexts are long (Llama 3 8B: some 34,000 tokens, counted in docs/design.md). On the CPU
+  both pools are host memory, so it serves to measure quality.
 - **Not with** policies that evict during generation, accumulate scores or thin prompts.
 """
 
