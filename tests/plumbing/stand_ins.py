@@ -6,6 +6,7 @@ They go into vLLM's own modules, so vLLM's code and ours around them is what run
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -157,6 +158,18 @@ class LateCopies:
     def wait(self, mark: int) -> None:
         while self.launched - len(self._waiting) < mark:
             self._waiting.pop(0)()
+
+    def is_done(self, mark: int) -> bool:
+        return self.launched - len(self._waiting) >= mark
+
+
+def move_bytes(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+    """`swap_blocks_batch` where both memories are the host's; the last copy comes first."""
+    copies = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+    for target, source, size in reversed(copies):
+        ctypes.memmove(target, source, size)
+    COUNTS["batches of copies"] += 1
+    COUNTS["copies in batches"] += len(copies)
 
 
 def install_triton_kernels() -> None:

@@ -159,9 +159,10 @@ output_processor
     Target: OutputProcessor.process_outputs, RequestState.queue (vLLM 0.32).
     Why: tell the client why a request has failed. Remove with vLLM 0.32.
 offloading
-    Target: kv_offload.cpu.manager.CPUOffloadingManager, kv_offload.base.
-    Why: it gives out the slots of host memory. Remove when vLLM has such a table apart from its
-    connectors.
+    Target: kv_offload.cpu.manager.CPUOffloadingManager, kv_offload.base,
+    _custom_ops.swap_blocks_batch.
+    Why: it gives out the slots of host memory; a step's copies are one call. Remove when vLLM has
+    such a table apart from its connectors.
 
 Patches of `engine_args` (with an unsupported vLLM: of `no_policies`) are applied when the plugin
 loads and do nothing without a policy; that of `small_gemm` applies to the CUDA wheel on a CPU; all
