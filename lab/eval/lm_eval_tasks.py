@@ -31,6 +31,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from lab.eval.answer_figures import answer_figures, with_interval
 from lab.eval.task import Figure, Sample, Task
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
@@ -130,18 +131,20 @@ class LmEvalTask(Task):
         return found
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        """Return what lm-eval makes of the answers: a figure for each metric and filter."""
+        """Return a figure for each metric and filter of lm-eval, then length and speed."""
+        answers = [
+            postprocess_generated_text(result.text, list(sample.stop), None)
+            for sample, result in zip(samples, results, strict=True)
+        ]
 
         def respond(requests: list[Instance]) -> list[str]:
             if [self._sample(request) for request in requests] != list(samples):
                 raise RuntimeError(f"lm-eval makes other prompts for {self.name} than before")
-            return [
-                postprocess_generated_text(result.text, list(sample.stop), None)
-                for sample, result in zip(samples, results, strict=True)
-            ]
+            return answers
 
         found = self._evaluate(respond, len({sample.facts["entry"] for sample in samples}))
         higher = found["higher_is_better"].get(self.name, {})
+        logged = found["samples"][self.name]
         figures = []
         for key, value in found["results"][self.name].items():
             metric, _, of_filter = key.partition(",")
@@ -152,8 +155,11 @@ class LmEvalTask(Task):
             if not of_filter or metric.endswith("_stderr") or repeated or absent:
                 continue
             name = metric if of_filter == "none" else f"{metric} ({of_filter})"
-            figures.append(Figure(name, float(value), lower_is_better=higher.get(metric) is False))
-        return figures
+            figure = Figure(name, float(value), lower_is_better=higher.get(metric) is False)
+            of_prompts = [one[metric] for one in logged if one["filter"] == of_filter]
+            figures.append(with_interval(figure, of_prompts))
+        assert self._tokens is not None
+        return figures + answer_figures(self._tokens, answers, results)
 
     def _sample(self, request: Instance) -> Sample:
         prompt, arguments = request.args
@@ -179,7 +185,7 @@ class LmEvalTask(Task):
                     task_dict=known,
                     limit=count,
                     bootstrap_iters=0,
-                    log_samples=False,
+                    log_samples=True,
                     apply_chat_template=self._chat,
                 )
         except (ValueError, LookupError, TypeError, TemplateError, NoNetworkError) as error:
