@@ -90,7 +90,7 @@ class Child:
 
 def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the rounds, and print a row for each variant and round."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from lab.eval.registry import load_task
     from vllm_pyramid.tools.eval.haystack import Tokens
@@ -102,8 +102,10 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     samples = [sample for several in zip(*drawn, strict=True) for sample in several][: args.prompts]
     prompts = [tokens.encode(sample.prompt) for sample in samples]
     whole = -(-(max(map(len, prompts)) + args.answer) // BLOCK) * BLOCK
+    config = AutoConfig.from_pretrained(args.model)
     job = {
         **{name: getattr(args, name) for name in _OF_JOB},
+        "head_size": config.hidden_size // config.num_attention_heads,
         "cache_tokens": whole * (args.capacity or args.prompts),
     }
     print(json.dumps({**job, "prompts": list(map(len, prompts))}), flush=True)

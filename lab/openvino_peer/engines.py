@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 BLOCK = 32  # tokens, of OpenVINO's cache and of stock vLLM's on CPUs
 OWN_BLOCK = 16  # tokens of a layer
-U8_SHARE = 2 * 64 / (64 + 8)  # blocks of heads of 64 numbers, with two float32 for each token
 START = 32  # tokens at the beginning that OpenVINO keeps in any case
 WARM = 2  # prompts, and answers of WARM_TOKENS
 WARM_TOKENS = 4
@@ -41,7 +40,10 @@ class Side(Protocol):
 
 
 def answer_all(side: Side, prompts: Sequence[Sequence[int]], answer: int) -> dict[str, Any]:
-    """Answer all prompts, which come at once; return tokens, and the seconds when each came."""
+    """Answer all prompts, which come at once; return tokens, and the seconds when each came.
+
+    RuntimeError: an answer has not `answer` tokens.
+    """
     tokens: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]
     began = time.monotonic()
@@ -52,6 +54,8 @@ def answer_all(side: Side, prompts: Sequence[Sequence[int]], answer: int) -> dic
         for index, some in new.items():
             tokens[index] += some
             times[index] += [now] * len(some)
+    if any(len(own) != answer for own in tokens):
+        raise RuntimeError(f"answers of {answer} tokens have {list(map(len, tokens))}")
     return {"tokens": tokens, "times": times, **side.about()}
 
 
@@ -62,6 +66,15 @@ def eviction_sizes(budget: int, recent: int, *, crush: bool) -> tuple[int, int]:
     """
     blocks = max((budget - START - recent) // BLOCK // 4, 1) if crush else 0
     return budget - blocks * BLOCK, blocks
+
+
+def u8_blocks(blocks: int, head_size: int) -> int:
+    """Return how many blocks of 8 bits take the bytes of `blocks` of 16.
+
+    A scale and a zero, in 32 bits each, go with each channel of a block of K and each token of V.
+    """
+    keys, values = (BLOCK + 8) * head_size, BLOCK * (head_size + 8)
+    return blocks * 4 * BLOCK * head_size // (keys + values)
 
 
 class OpenVino:
@@ -78,7 +91,7 @@ class OpenVino:
         scheduler.num_kv_blocks = job["cache_tokens"] // BLOCK
         scheduler.enable_prefix_caching = False
         if "u8" in kind:
-            scheduler.num_kv_blocks = int(scheduler.num_kv_blocks * U8_SHARE)
+            scheduler.num_kv_blocks = u8_blocks(scheduler.num_kv_blocks, job["head_size"])
         if "evict" in kind or "kvcrush" in kind:
             most, crush = eviction_sizes(job["budget"], job["recent"], crush="kvcrush" in kind)
             scheduler.use_cache_eviction = True

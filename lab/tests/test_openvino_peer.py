@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lab.openvino_peer.__main__ import VARIANTS, Child
-from lab.openvino_peer.engines import answer_all, eviction_sizes
+from lab.openvino_peer.engines import answer_all, eviction_sizes, u8_blocks
 from lab.openvino_peer.figures import reference_of, rightness, sameness, speeds, summary
 
 pytestmark = pytest.mark.cpu
@@ -42,11 +42,20 @@ class Countdown:
         return {"steps": self.steps}
 
 
+class Short(Countdown):
+    """A side whose second answer ends with its first token."""
+
+    def add(self, index: int, prompt: Sequence[int], answer: int) -> None:
+        self.left[index] = answer if index == 0 else 1
+
+
 def test_every_token_has_the_time_of_its_step() -> None:
     found = answer_all(Countdown(), [[1], [2, 3]], 3)
     assert found["tokens"] == [[2, 1, 0], [12, 11, 10]] and found["steps"] == 4
     first, second = found["times"]
     assert first[1:] == second[:2] and sorted(first) == first and second[2] > first[2]
+    with pytest.raises(RuntimeError, match=r"answers of 3 tokens have \[3, 1\]"):
+        answer_all(Short(), [[1], [2, 3]], 3)
 
 
 def test_speeds_over_the_job_and_while_all_decode() -> None:
@@ -80,6 +89,7 @@ def test_kvcrush_keeps_a_part_of_the_same_budget() -> None:
     assert eviction_sizes(256, 64, crush=False) == (256, 0)
     assert eviction_sizes(256, 64, crush=True) == (224, 1)
     assert eviction_sizes(768, 64, crush=True) == (768 - 5 * 32, 5)
+    assert u8_blocks(136, 64) == 136 * 8192 // 4864
 
 
 def test_a_table_has_medians_and_ranges() -> None:
