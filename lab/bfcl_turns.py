@@ -11,8 +11,8 @@ right tool, and exactly the right arguments. That is not the leaderboard's score
 model act in all turns and compares the tools' states.
 
 A variant is `full` or a policy's budget, as in `lab.tool_turns`. `kept` is the share of a prompt's
-tokens that stay, protected ones included. `same` counts the answers whose first call is the first
-variant's.
+tokens that stay, protected ones included. `same` counts the answers whose first call, or lack of
+one, is the first variant's.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def main() -> None:
         kept = mean(mean(one["kept_tokens"]) / one["prompt_tokens"] for one in reports)
         calls = [read_call(text) for text in texts]
         whole = whole or calls
-        same = sum(a is not None and a == b for a, b in zip(calls, whole, strict=True))
+        same = sum(a == b for a, b in zip(calls, whole, strict=True))
         lengths = f"{mean(one['prompt_tokens'] for one in reports):.0f}"
         row = (variant, lengths, f"{kept:.3f}", cell(names), cell(both), f"{same} of {len(calls)}")
         print("|", *(f"{value} |" for value in row), flush=True)
