@@ -34,7 +34,7 @@ from lab.openvino_peer.engines import BLOCK
 from lab.openvino_peer.figures import reference_of, rightness, sameness, speeds, summary
 
 VARIANTS = (
-    "openvino", "openvino evict", "openvino kvcrush", "openvino u8", "openvino evict u8",
+    "openvino", "openvino evict", "openvino u8", "openvino evict u8",
     "vllm full", "vllm snapkv", "vllm auto",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
