@@ -45,8 +45,9 @@ def answer_figures(
         return [tokens.count(text) - tokens.count("") for text in texts]
 
     figures = [Figure.of(ANSWER_TOKENS, lengths(answers), lower_is_better=None)]
-    seconds = [one.seconds for one in results if isinstance(one, Measured) and one.seconds]
-    if len(seconds) == len(results):
+    seconds = [one.seconds for one in results if isinstance(one, Measured)]
+    known = [one for one in seconds if one is not None]
+    if len(known) == len(results):
         generated = sum(lengths([result.text for result in results]))
-        figures.append(Figure(SPEED, generated / sum(seconds)))
+        figures.append(Figure(SPEED, generated / sum(known)))
     return figures

@@ -8,7 +8,7 @@ how an interrupted run continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +170,7 @@ class Run:
             since = perf_counter()
             on_stage(said)
 
+        kinds = {job.request.key: (job.task.name, job.length, job.budget) for job in self.jobs}
         missing = self.missing(store)
         labelled = {REFERENCE: Variant("full"), **{v.label: v for v in self.settings.policies}}
         for label, variant in labelled.items():
@@ -187,10 +188,12 @@ class Run:
                 engine_args={"max_model_len": longest + 1, **engine_args},
                 requests=sorted(requests, key=_order),
             )
+            mixed = _mixed_batches(work, kinds)
             with closing(self._measured(work, begin_stage)) as results:
                 for key, result in results:
                     seconds, since = perf_counter() - since, perf_counter()
-                    store.put(key, {**result.model_dump(), "seconds": seconds})
+                    own = None if key in mixed else seconds
+                    store.put(key, {**result.model_dump(), "seconds": own})
                     on_result()
 
     def _measured(
@@ -265,6 +268,13 @@ def _without_middle(ids: list[int], length: int) -> list[int]:
     if length < 2:
         raise ValueError("the model leaves no room for a prompt and its answer")
     return ids[: length // 2] + ids[len(ids) - (length - length // 2) :]
+
+
+def _mixed_batches(work: Work, kinds: Mapping[str, object]) -> set[str]:
+    """Return the keys of requests that share a batch, and its time, with another kind."""
+    keys = [request.key for request in work.requests]
+    batches = [keys[start : start + work.batch] for start in range(0, len(keys), work.batch)]
+    return {key for batch in batches if len({kinds.get(k) for k in batch}) > 1 for key in batch}
 
 
 def _order(request: Request) -> tuple[int, int, int]:

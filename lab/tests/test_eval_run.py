@@ -145,8 +145,11 @@ def test_rows(tmp_path: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -
     evaluation = Run(settings(), tokens)
     store = Store(tmp_path / "samples.jsonl")
     evaluation.execute(store, lambda _: None, lambda: None)
-    rows = rows_of(evaluation.answers(store))
+    answers = list(evaluation.answers(store))
+    rows = rows_of(answers)
     store.close()
+    seconds = {(answer.policy, answer.result.seconds is None) for answer in answers}
+    assert seconds == {("full", True), ("snapkv", True)}, "batches of two tasks have no time"
     listed = list(rows.itertuples())
     assert [(row.task, row.policy, row.budget) for row in listed] == [
         (task, *rest)
@@ -208,7 +211,9 @@ def test_answers_are_compared_with_the_whole_caches_own(
     ]
     evaluation.execute(store, lambda _: None, lambda: None)
     assert len(engines.served) == len(set(engines.served)) == 24
-    rows = rows_of(evaluation.answers(store))
+    answers = list(evaluation.answers(store))
+    assert {one.policy for one in answers if one.result.seconds is not None} == {"full"}
+    rows = rows_of(answers)
     store.close()
     assert set(rows["metric"]) == {
         "greedy tokens as of the whole cache",
