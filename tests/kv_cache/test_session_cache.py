@@ -259,10 +259,7 @@ def test_who_evicts_nothing_in_its_turn_leaves_the_same_state() -> None:
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_hit_leaves_the_queries_of_a_prompts_end_at_which_nothing_goes(drafts: int) -> None:
-    """Rounded to blocks, some of these prompts keep at their end all that they hold.
-
-    A last token alone is filled up with places for drafts, and that chunk would cross the end.
-    """
+    """Rounded to blocks, some of these prompts keep at their end all that they hold."""
     quiet = 0
     for n in range(52, 70):
         pair = _pair(policy="pyramidkv", drafts=drafts)
