@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call twenty tools from an evicted cache, in the first, fourth and eighth turn of a conversation.
 
-    python -m lab.tool_turns --model FOLDER [--keep template] [--variants 'auto 12%' 'auto 25%']
+    python -m lab.tool_turns --model FOLDER [--keep none] [--variants 'auto 12%' 'auto 25%']
 
 The system prompt describes the tools with JSON schemas (about 6k tokens in Qwen's template).
 Earlier turns are written down, so all variants see the same prompts. Each measured turn is asked
@@ -177,7 +177,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="folder of a model with a tool template")
-    parser.add_argument("--keep", help="--kv-keep of the server; default: no span is protected")
+    parser.add_argument("--keep", help="--kv-keep of the server; default: the template's spans")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--turns", type=int, nargs="+", default=list(TURNS))

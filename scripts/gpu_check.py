@@ -8,7 +8,8 @@ Stages (each in a process of its own, with a time limit):
 - kernels: their times against the copy bandwidth measured in the same run;
 - engine-*: answers of `full` agree with those of vLLM without a policy (what that means where
   kernels may round otherwise: scripts/gpu_agreement.py), and `pyramidkv` evicts and gives blocks
-  back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's model runners;
+  back, for each attention backend, eagerly and with CUDA graphs, on both of vLLM's model runners,
+  and in engine-fp8-* with an 8-bit cache;
 - thinning-*: `pyramidinfer` on both runners: where it keeps all its answers agree with those of
   `full`, and in float32 its survivors and answers with the same method in Transformers;
 - start-*: engines that start as a user's do, without a fixed size of the cache (graphs are captured
@@ -22,7 +23,7 @@ Stages (each in a process of its own, with a time limit):
   1k and 8k tokens, `pyramidkv` with 8k and 32k, `select` with 8k to 128k. What runs at once is less
   on a card of 78 GiB than on one of 120 and more;
 - http: the same shape behind two servers with vLLM's defaults (scripts/gpu_http.py);
-- fp8-*: the two with 8-bit caches.
+- fp8-*: throughput and http with 8-bit caches.
 
 A stage is `passed`, `failed` or, only where the device lacks what it needs, `skipped` with the
 reason; a stage that fails ends no other. At the end there is one table, and the exit status is 1 if

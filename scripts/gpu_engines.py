@@ -47,11 +47,11 @@ def require(condition: bool, message: str) -> None:
 # Engines ------------------------------------------------------------------------------------------
 
 
-def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
+def run_engine(backend: str | None, mode: str, runner: str, **cache: Any) -> dict[str, Any]:
     """`none`, `full` and policies of several kinds on a small random Llama, one after the other.
 
     Args:
-        backend: of attention; None leaves the choice to vLLM.
+        backend: of attention; None leaves the choice to vLLM. cache: more settings of all engines.
     """
     from tests.engine import models
     from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
@@ -65,6 +65,7 @@ def run_engine(backend: str | None, mode: str, runner: str) -> dict[str, Any]:
         "max_num_seqs": 8,
         "enforce_eager": mode == "eager",
         **BESIDE_OTHERS,
+        **cache,
     }
     if backend is not None:
         settings["attention_backend"] = backend
@@ -277,6 +278,7 @@ def main() -> int:
     engine.add_argument("--backend", required=True, choices=("FLASH_ATTN", "TRITON_ATTN"))
     engine.add_argument("--mode", required=True, choices=("eager", "graphs"))
     engine.add_argument("--runner", required=True, choices=tuple(RUNNERS))
+    engine.add_argument("--kv-cache-dtype", default="auto")
     engine.add_argument("--out", type=Path, required=True)
     start = stages.add_parser("start")
     start.add_argument("--policies", default=",".join(POLICIES))
@@ -294,7 +296,8 @@ def main() -> int:
             settings = {"kv_cache_memory_bytes": int(options.cache_gib * 2**30), **BESIDE_OTHERS}
         result = run_start(policies, options.tensor_parallel, options.swap_space, **settings)
     else:
-        result = run_engine(options.backend, options.mode, options.runner)
+        cache = {"kv_cache_dtype": options.kv_cache_dtype}
+        result = run_engine(options.backend, options.mode, options.runner, **cache)
     options.out.write_text(json.dumps(result))
     return 0
 

@@ -63,8 +63,11 @@ def fitted(stage: Stage, memory_gib: float) -> Stage:
 
 
 def engine_stages() -> list[Stage]:
-    """Backends, eager and graphs, both runners; the most usual combination first."""
-    return [
+    """Backends, eager and graphs, both runners; the most usual combination first.
+
+    Then 8-bit caches, which FlashAttention has from version 3 on.
+    """
+    stages = [
         Stage(
             f"engine-{backend.lower()}-{mode}-{runner}",
             300,
@@ -74,6 +77,16 @@ def engine_stages() -> list[Stage]:
         for runner in ("v2", "v1")
         for backend in ("FLASH_ATTN", "TRITON_ATTN")
         for mode in ("eager", "graphs")
+    ]
+    usual = {stage.name: stage for stage in stages}
+    return stages + [
+        replace(
+            (stage := usual[f"engine-{backend}-graphs-v2"]),
+            name=f"engine-fp8-{backend}",
+            arguments=(*stage.arguments, "--kv-cache-dtype", "fp8"),
+            capability=capability,
+        )
+        for backend, capability in (("flash_attn", (9, 0)), ("triton_attn", (8, 9)))
     ]
 
 

@@ -53,7 +53,13 @@ def test_dry_run_prints_the_whole_plan(script: ModuleType, tmp_path: Path) -> No
         for backend in ("FLASH_ATTN", "TRITON_ATTN"):
             for mode in ("eager", "graphs"):
                 wanted = f"engine --backend {backend} --mode {mode} --runner {runner} "
-                (line,) = [line for line in lines if wanted in line]
+                found = [line for line in lines if wanted in line]
+                line, *fp8 = found
+                assert ["--kv-cache-dtype fp8" in one for one in found] == [
+                    False,
+                    *[True] * len(fp8),
+                ]
+                assert len(fp8) == ((runner, mode) == ("v2", "graphs"))
                 assert f"VLLM_USE_V2_MODEL_RUNNER={variable} " in line
         for backend, dtype in (("TRITON_ATTN", "float32"), ("FLASH_ATTN", "bfloat16")):
             wanted = f"gpu_thinning.py --backend {backend} --dtype {dtype} "

@@ -35,7 +35,8 @@ class LLM(vllm.LLM):
         kv_request_overrides: settings that requests may give, such as `["budget", "turns"]`, or
             `"none"`; by default all.
         kv_max_request_budget: the most that a request may have its prompt keep: `2048` or `"25%"`.
-        kv_keep: what of every chat stays in every layer and head: `"template"` or `"template+16"`.
+        kv_keep: what of every chat stays in every layer and head: `"template"` or `"template+16"`;
+            by default the template of chats with tools, and `"none"` for no chat.
         kv_host_cache: GiB of host memory for prefixes and sessions that leave the device's cache.
         kv_host_cache_dir: folder in which these survive a restart.
         kv_host_cache_dir_gib: the most GiB of its files; by default as many as `kv_host_cache`.

@@ -38,7 +38,7 @@ _ABOUT_DIGITS = (
 # What decides the rows, in the order in which the command is written down.
 _REPEATED = (
     "model", "policies", "budgets", "tasks", "lengths", "samples", "seeds", "engine_args",
-    "lm_eval", "longbench", "ruler", "max_prompt", "chat",
+    "lm_eval", "longbench", "ruler", "max_prompt", "max_answer", "chat",
 )  # fmt: skip
 
 
@@ -99,6 +99,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         group.add_argument(f"--{name}", nargs="+", default=[], metavar=metavar, help=text)
     text = "longer prompts, but for RULER's, lose their middle (default: what the model takes)"
     group.add_argument("--max-prompt", type=int, metavar="TOKENS", help=text)
+    text = "of --lm-eval, instead of the task's own limit or lm-eval's 256"
+    group.add_argument("--max-answer", type=int, metavar="TOKENS", help=text)
     text = "use the model's chat template (not for RULER and LongBench's few-shot and code)"
     group.add_argument("--chat", action="store_true", help=text)
     return parser.parse_args(argv)
@@ -182,6 +184,8 @@ def _settings(args: argparse.Namespace, can_chat: bool) -> Settings:
 
     if args.max_prompt is not None and args.max_prompt < 64:
         raise ValueError(f"--max-prompt must be at least 64 tokens, not {args.max_prompt}")
+    if args.max_answer is not None and args.max_answer < 1:
+        raise ValueError(f"--max-answer must be at least 1 token, not {args.max_answer}")
     of_lm_eval = _tasks_of_lm_eval(args)
     given = args.tasks or ("" if of_lm_eval else "all")
     possible = [name for name, task in GENERATED.items() if can_chat or not task.needs_chat]
@@ -207,7 +211,7 @@ def _tasks_of_lm_eval(args: argparse.Namespace) -> Sequence[Task]:
     from lab.eval.lm_eval_tasks import load_tasks, longbench_tasks, ruler_tasks
 
     tasks = [
-        *load_tasks(args.lm_eval, chat=args.chat),
+        *load_tasks(args.lm_eval, chat=args.chat, max_answer=args.max_answer),
         *longbench_tasks(args.longbench, chat=args.chat),
         *ruler_tasks(args.ruler),
     ]

@@ -31,6 +31,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from lab.eval.answer_figures import answer_figures, with_interval
 from lab.eval.task import Figure, Sample, Task
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
@@ -99,14 +100,21 @@ class LmEvalTask(Task):
     Args:
         task: as lm-eval's `TaskManager` loads it. length: of all its prompts, 0 if it varies.
         chat: put prompts into the model's chat template. may_be_cut: see `Sample`.
+        max_answer: the most tokens of an answer; None for what the task says.
     """
 
     def __init__(
-        self, task: Any, *, length: int = 0, chat: bool = False, may_be_cut: bool = True
+        self,
+        task: Any,
+        *,
+        length: int = 0,
+        chat: bool = False,
+        may_be_cut: bool = True,
+        max_answer: int | None = None,
     ) -> None:
         self.name = str(task.config.task)
         self._task, self._length = task, length
-        self._chat, self._may_be_cut = chat, may_be_cut
+        self._chat, self._may_be_cut, self._max_answer = chat, may_be_cut, max_answer
         self._tokens: Tokens | None = None
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -130,18 +138,20 @@ class LmEvalTask(Task):
         return found
 
     def figures(self, samples: Sequence[Sample], results: Sequence[Result]) -> list[Figure]:
-        """Return what lm-eval makes of the answers: a figure for each metric and filter."""
+        """Return a figure for each metric and filter of lm-eval, then length and speed."""
+        answers = [
+            postprocess_generated_text(result.text, list(sample.stop), None)
+            for sample, result in zip(samples, results, strict=True)
+        ]
 
         def respond(requests: list[Instance]) -> list[str]:
             if [self._sample(request) for request in requests] != list(samples):
                 raise RuntimeError(f"lm-eval makes other prompts for {self.name} than before")
-            return [
-                postprocess_generated_text(result.text, list(sample.stop), None)
-                for sample, result in zip(samples, results, strict=True)
-            ]
+            return answers
 
         found = self._evaluate(respond, len({sample.facts["entry"] for sample in samples}))
         higher = found["higher_is_better"].get(self.name, {})
+        logged = found["samples"][self.name]
         figures = []
         for key, value in found["results"][self.name].items():
             metric, _, of_filter = key.partition(",")
@@ -152,8 +162,11 @@ class LmEvalTask(Task):
             if not of_filter or metric.endswith("_stderr") or repeated or absent:
                 continue
             name = metric if of_filter == "none" else f"{metric} ({of_filter})"
-            figures.append(Figure(name, float(value), lower_is_better=higher.get(metric) is False))
-        return figures
+            figure = Figure(name, float(value), lower_is_better=higher.get(metric) is False)
+            of_prompts = [one[metric] for one in logged if one["filter"] == of_filter]
+            figures.append(with_interval(figure, of_prompts))
+        assert self._tokens is not None
+        return figures + answer_figures(self._tokens, answers, results)
 
     def _sample(self, request: Instance) -> Sample:
         prompt, arguments = request.args
@@ -163,7 +176,7 @@ class LmEvalTask(Task):
         return Sample(
             prompt=prompt,
             answers=(),
-            max_tokens=settings["max_gen_toks"],
+            max_tokens=self._max_answer or settings["max_gen_toks"],
             facts={"entry": request.doc_id},
             stop=tuple(text for text in settings["until"] if text),
             may_be_cut=self._may_be_cut,
@@ -179,7 +192,7 @@ class LmEvalTask(Task):
                     task_dict=known,
                     limit=count,
                     bootstrap_iters=0,
-                    log_samples=False,
+                    log_samples=True,
                     apply_chat_template=self._chat,
                 )
         except (ValueError, LookupError, TypeError, TemplateError, NoNetworkError) as error:
@@ -227,7 +240,9 @@ def _load(spec: str | dict[str, Any], within: Path | None = None) -> list[Any]:
         raise ValueError(reason) from error
 
 
-def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
+def load_tasks(
+    specs: Sequence[str], *, chat: bool, max_answer: int | None = None
+) -> list[LmEvalTask]:
     """Return the tasks of a list: names, groups, `.yaml` files, and `NAME=FILE.jsonl`.
 
     The last is lm-eval's task NAME on the entries of a file. ValueError if lm-eval does not know
@@ -239,7 +254,8 @@ def load_tasks(specs: Sequence[str], *, chat: bool) -> list[LmEvalTask]:
         folder = Path(spec).absolute().parent if spec.endswith((".yaml", ".yml")) else None
         found = _load_on_file(name, Path(file)) if equals else _load(spec, folder)
         plain = name.removeprefix("longbench_").removesuffix("_e") in _CONTINUED
-        tasks += [LmEvalTask(task, chat=chat and not plain) for task in found]
+        settings: dict[str, Any] = {"chat": chat and not plain, "max_answer": max_answer}
+        tasks += [LmEvalTask(task, **settings) for task in found]
     return tasks
 
 

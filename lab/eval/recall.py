@@ -19,9 +19,11 @@ class Measured(Result):
     Attributes:
         recall: `[layers][KV heads]`, the share of the window's attention that the kept tokens
             hold (`kernels.recall.kept_mass`), where the task needs it, else None.
+        seconds: since the result before it: the first of a batch has the time of the batch.
     """
 
     recall: list[list[float]] | None = None
+    seconds: float | None = None
 
 
 class Recalls:

@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 from lab.eval.recall import Measured, Recalls
@@ -162,6 +163,13 @@ class Run:
         Raises:
             ChildError: an engine failed.
         """
+        since = perf_counter()
+
+        def begin_stage(said: str) -> None:
+            nonlocal since
+            since = perf_counter()
+            on_stage(said)
+
         missing = self.missing(store)
         labelled = {REFERENCE: Variant("full"), **{v.label: v for v in self.settings.policies}}
         for label, variant in labelled.items():
@@ -179,9 +187,10 @@ class Run:
                 engine_args={"max_model_len": longest + 1, **engine_args},
                 requests=sorted(requests, key=_order),
             )
-            with closing(self._measured(work, on_stage)) as results:
+            with closing(self._measured(work, begin_stage)) as results:
                 for key, result in results:
-                    store.put(key, result.model_dump())
+                    seconds, since = perf_counter() - since, perf_counter()
+                    store.put(key, {**result.model_dump(), "seconds": seconds})
                     on_result()
 
     def _measured(

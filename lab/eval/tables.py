@@ -63,11 +63,10 @@ def titled(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(
         prompts=[f"{n:,} tokens" if n else "lengths of the file" for n in rows.length]
     )
-    better = rows.lower_is_better.map({True: "lower", False: "higher"})
+    better = {True: "lower is better, ", False: "higher is better, "}
+    order = [better.get(lower, "") for lower in rows.lower_is_better]
     heading = rows.task + ", " + rows.prompts + ": " + rows.metric
-    return rows.assign(
-        title=heading + " (" + better + " is better, n = " + rows.n.astype(str) + ")"
-    )
+    return rows.assign(title=heading + " (" + order + "n = " + rows.n.astype(str) + ")")
 
 
 def _grids(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

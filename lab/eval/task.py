@@ -7,12 +7,14 @@ same for every policy, and scores the text that came back.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ __all__ = [
 
 DIGITS_METRIC = "digits right at their place"
 _INTERVAL = (0.025, 0.975)
+_NORMAL = NormalDist().inv_cdf(_INTERVAL[1])
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,25 @@ class Sample:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure over the samples, with its 95 % interval; None where there is none."""
+    """One figure over the samples, with its 95 % interval; None where there is none.
+
+    `lower_is_better` is None where neither is.
+    """
 
     metric: str
     score: float
     low: float | None = None
     high: float | None = None
-    lower_is_better: bool = False
+    lower_is_better: bool | None = False
+
+    @classmethod
+    def share(cls, metric: str, right: int, count: int) -> Figure:
+        """Return a share of the prompts with Wilson's interval, which is never empty."""
+        square = _NORMAL**2 / count
+        score = right / count
+        centre = (score + square / 2) / (1 + square)
+        spread = math.sqrt(square * (score * (1 - score) + square / 4)) / (1 + square)
+        return cls(metric, score, centre - spread, centre + spread)
 
     @classmethod
     def of(
@@ -88,7 +103,7 @@ class Figure:
         values: Iterable[float],
         *,
         exponential: bool = False,
-        lower_is_better: bool = False,
+        lower_is_better: bool | None = False,
     ) -> Figure:
         """Return the mean of one number per prompt, or its exponential, with a bootstrap interval.
 

@@ -14,6 +14,7 @@ import pytest
 
 from lab.eval import command
 from lab.eval import run as run_module
+from lab.eval.answer_figures import ANSWER_TOKENS, SPEED, with_interval
 from lab.eval.lm_eval_tasks import (
     RULER_ANSWERS,
     LmEvalTask,
@@ -98,7 +99,7 @@ def scores(task: LmEvalTask, *texts: str) -> dict[str, float]:
     made = samples(task, len(texts))
     figures = task.figures(made, list(map(result, texts)))
     assert not any(figure.lower_is_better for figure in figures)
-    return {figure.metric: figure.score for figure in figures}
+    return {one.metric: one.score for one in figures if one.metric != ANSWER_TOKENS}
 
 
 @pytest.fixture(autouse=True)
@@ -153,8 +154,9 @@ def test_a_registered_task_on_a_file(tmp_path: Path) -> None:
         {"question": "1 + 1?", "answer": "It is #### 2"},
         {"question": "1 + 2?", "answer": "It is #### 3"},
     )
-    (task,) = load_tasks([f"gsm8k_cot={data}"], chat=False)
+    (task,) = load_tasks([f"gsm8k_cot={data}"], chat=False, max_answer=640)
     first, second = samples(task)
+    assert first.max_tokens == 640
     assert first.prompt.endswith("The answer is 8.\n\nQ: 1 + 1?\nA:") and "Q:" in first.stop
     assert second.prompt.endswith("The answer is 8.\n\nQ: 1 + 2?\nA:")
     assert samples(task) == [first, second], "the same prompts again"
@@ -362,10 +364,14 @@ def test_files_run_in_the_bench_once_for_all_seeds(
     assert len(jobs) == 2 * (2 + 1)
     lengths = [len(job.request.prompt_token_ids) for job in jobs]
     assert lengths == [500, 500, 2] * 2, "only LongBench's prompts are cut"
-    results = {job.request.key: result("Ada").model_dump() for job in jobs}
+    timed = {**result("Ada").model_dump(), "seconds": 0.5}
+    results = {job.request.key: timed for job in jobs}
     answers = list(Run(settings, TOKENS).answers(results))  # type: ignore[arg-type]
     rows = rows_of(answers)
-    assert rows["low"].isna().all(), "lm-eval's own figures come without intervals"
+    lengths, speeds = (rows[rows["metric"] == name] for name in (ANSWER_TOKENS, SPEED))
+    assert list(lengths["score"]) == [3] * 4 and list(speeds["score"]) == [6] * 4
+    rows = rows[~rows["metric"].isin([ANSWER_TOKENS, SPEED])]
+    assert list(rows["low"].isna()) == [True, False] * 2, "only shares have intervals"
     assert list(rows[["task", "policy", "n", "seeds"]].itertuples(index=False, name=None)) == [
         ("longbench_qasper", "full", 2, 1),
         ("ruler_vt", "full", 1, 1),
@@ -376,6 +382,18 @@ def test_files_run_in_the_bench_once_for_all_seeds(
     titles = [str(table.title) for table in tables(rows)]
     assert titles[0].startswith("longbench_qasper, lengths of the file: qa_f1_score (higher")
     assert titles[1].startswith("ruler_vt, 4,096 tokens: references found (higher")
+
+
+def test_only_shares_of_prompts_have_wilsons_interval() -> None:
+    # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
+    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (0, 20, 0, 0.1611)):
+        values = [1] * right + [0.0] * (count - right)
+        share = with_interval(Figure("m", right / count, lower_is_better=True), values)
+        assert (share.low, share.high) == pytest.approx((low, high), abs=5e-5)
+        assert share.lower_is_better
+    for other in (Figure("a mean", 0.5), Figure("of lists", 1.0), Figure("another", 0.9)):
+        values = {"a mean": [0.5, 0.5], "of lists": [[1], [1]], "another": [1, 1]}[other.metric]
+        assert with_interval(other, values) is other
 
 
 def test_long_ruler_prompts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +410,8 @@ def test_other_prompts_than_before_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "vt.jsonl", {"input": "x", "outputs": ["A"]})
     (task,) = ruler_tasks([str(path)])
     made = samples(task)
-    assert task.figures(made, [result("A")]) == [Figure("references found", 1.0)]
+    found, length = task.figures(made, [result("A")])
+    assert (found.metric, found.score, length.metric) == ("references found", 1.0, ANSWER_TOKENS)
     other = Sample("y", (), 30, {"entry": 0})
     with pytest.raises(RuntimeError, match="lm-eval makes other prompts for ruler_vt than before"):
         task.figures([other], [result("A")])

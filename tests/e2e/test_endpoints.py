@@ -22,7 +22,8 @@ LAYERS, BLOCK = 8, 16
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 KEYS = ("the-key-of-one", "the-key-of-another")
 FLAGS = (
-    *("--kv-policy", "auto", "--kv-budget", "12%", "--kv-keep", "template", "--enforce-eager"),
+    *("--kv-policy", "auto", "--kv-budget", "12%", "--trust-request-chat-template"),
+    "--enforce-eager",
     *("--max-model-len", "8192", "--enable-prompt-tokens-details", "--api-key", *KEYS),
     *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 << 20)),
     *("--kv-session-from", "session_id,x-claude-code-session-id,prompt_cache_key"),
@@ -245,25 +246,44 @@ def test_turns_are_counted_by_reason(server: Server) -> None:
 
 
 def test_a_system_prompt_as_agents_send_it(server: Server, random_model: Path) -> None:
-    """Far longer than the budget: it stays beside it, through each endpoint for chats."""
+    """Far longer than the budget; with tools it stays beside it, at each endpoint for chats."""
+    schema = {"type": "object", "properties": {}}
+    function = {"name": "look", "parameters": schema}
+    tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
+    tools["tool_choice"] = "none"
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
         system, model = TEXT * 4, str(random_model)
         question: Any = {"role": "user", "content": TEXT}
         chat: Any = [{"role": "system", "content": system}, question]
-        answer: Any = client.chat.completions.create(model=model, max_tokens=4, messages=chat)
-        report = answer.kv_transfer_params
+
+        def ask(**more: Any) -> dict[str, Any]:
+            given: Any = {"model": model, "max_tokens": 4, "messages": chat, **more}
+            answer: Any = client.chat.completions.create(**given)
+            found: dict[str, Any] = answer.kv_transfer_params
+            return found
+
+        report = ask(**tools)
         prompt, protected = report["prompt_tokens"], report["protected_tokens"]
         assert protected > 2545 and report["kv_keep"][1] - report["kv_keep"][0] > 2545
         assert report["kv_budget"] == 256 < (prompt - protected) // 2, "the floor of a share"
         for kept in report["kept_tokens"]:
             assert 0 <= kept - report["kv_budget"] - protected < BLOCK
         assert report["evicted_tokens"] == LAYERS * prompt - sum(report["kept_tokens"])
-        said = client.responses.create(
-            model=model, instructions=system, input=question["content"], max_output_tokens=16
-        )
-        assert said.usage is not None and said.usage.input_tokens > protected
-    reply = Client(server, random_model, "messages").ask(question["content"], system=system)
-    assert reply.prompt == prompt
+        assert "kv_keep" not in ask(), "a chat without tools"
+        # What messages say cannot be found in capital letters; the chat is answered without spans.
+        loud = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+        assert "kv_keep" not in ask(**tools, extra_body={"chat_template": loud})
+        assert "the tools of a chat are not kept: --kv-keep cannot tell" in server.log.read_text()
+    named = {"type": "function", **function}
+    for endpoint, tool, choice, place in (
+        ("responses", named, "none", "instructions"),
+        ("messages", {"name": "look", "input_schema": schema}, {"type": "none"}, "system"),
+    ):
+        own = {"tools": [tool], "tool_choice": choice, place: system}
+        reply = Client(server, random_model, endpoint).ask(question["content"], **own)
+        # /v1/responses writes instructions with one more token.
+        assert reply.prompt - prompt == reply.report["protected_tokens"] - protected
+        assert reply.prompt - prompt == (endpoint == "responses")
 
 
 def test_a_line_that_changes_with_each_request(server: Server, random_model: Path) -> None:

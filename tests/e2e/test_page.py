@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server with `--kv-page` and an API key: the page in a browser under load, and clients."""
+"""One server with `--kv-page` and an API key: the page in a browser under load, `top`, clients."""
 
 from __future__ import annotations
 
@@ -371,6 +371,15 @@ def test_turns_of_a_named_session_are_those_of_carried_turns(
     assert turn(server, prompts[2], "named", session="talk")[2]["kv_turns"] == [turns[2]]
     assert main(["sessions", server.url, "--api-key", "wrong"]) == 2
     assert "this server needs its API key" in capsys.readouterr().err
+
+
+def test_top_shows_the_server(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["top", "--once", server.url]) == 0
+    out = capsys.readouterr().out
+    assert "pyramidkv 15%" in out and "blocks held" in out
 
 
 def test_the_conversation_of_the_examples_resumes(

@@ -158,7 +158,7 @@ ENGINES = {
     ),
     "second-flash": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),
-        ("xkv", "spans", "hybrid", "thinned"),
+        ("xkv", "spans", "hybrid", "fp8", "thinned"),
     ),
     "full-graphs": (
         *("2", "flash", "vllm_pyramid.attention.backend_flash"),

@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 from transformers import LlamaConfig, MistralConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_pyramid.compat.backend_names import SCALED_ROWS
+from vllm_pyramid.compat.backend_names import BACKENDS, SCALED_ROWS
 from vllm_pyramid.frontend import features
 from vllm_pyramid.frontend.backends import take_draft_backend
 from vllm_pyramid.frontend.engine_config import why_no_turns
@@ -115,7 +117,7 @@ def cache(dtype: str) -> dict[str, Any]:
         ("snapkv", "cpu", {"speculative_config": drafts("eagle")}),
         ("pyramidkv", "cpu", cache("fp8")),
         ("pyramidkv", "cpu", cache("fp8_e5m2")),
-        ("pyramidkv", "cuda", cache("fp8_e4m3")),
+        ("pyramidkv", "cuda", {**cache("fp8_e4m3"), **FLASH}),
         *(("quest", "cuda", cache(dtype)) for dtype in ("auto", "fp8")),
         *(("pyramidkv", "cuda", cache(dtype)) for dtype in SCALED_ROWS),
         ("duoattention", "cuda", {}),
@@ -180,7 +182,6 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
         ("pyramidkv", "cpu", {"model_config.is_moe": True, **REPLICAS},
          "--data-parallel-size and a mixture of experts: such replicas share"),
         ("pyramidkv", "cuda", cache("fp8_e5m2"), "fp8_e5m2 on CUDA devices.*use fp8"),
-        ("pyramidkv", "cpu", {**cache("fp8"), **FLASH}, "fp8.* FLASH_ATTN.*use TRITON_ATTN"),
         *(
             (policy, device, {**cache(dtype), **changes}, rf"\({dtype}\).*{advice}")
             for dtype in SCALED_ROWS
@@ -287,10 +288,13 @@ def of_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Any
     version = {9: 3, 10: 4}.get(found.major, 2)
     device = SimpleNamespace(get_device_capability=lambda: found, device_type="cuda")
     monkeypatch.setattr(backends, "current_platform", device)
-    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: version)
     monkeypatch.setattr(flash_attn, "is_fa_version_supported", lambda wanted: wanted <= version)
     for module in (fa_utils, flash_attn):
         monkeypatch.setattr(module, "is_flash_attn_varlen_func_available", lambda: True)
+        monkeypatch.setattr(module, "get_flash_attn_version", lambda *_, **__: version)
+    device.is_xpu = lambda: False
+    device.is_device_capability_family = lambda family: found.major == family // 10
+    monkeypatch.setattr(fa_utils, "current_platform", device)
     # What the module imports on CUDA alone.
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: version > 2, raising=False)
     return backends
@@ -331,7 +335,8 @@ def cached_as(dtype: str) -> dict[str, Any]:
         ((8, 0), model_config(LLAMA), "FLASH_ATTN"),
         ((9, 0), model_config(LLAMA), "FLASH_ATTN"),
         ((7, 5), model_config(LLAMA), "TRITON_ATTN"),
-        ((9, 0), cached_as("fp8"), "TRITON_ATTN"),
+        ((8, 9), cached_as("fp8"), "TRITON_ATTN"),  # FlashAttention 2 has no such cache
+        *((device, cached_as("fp8"), "FLASH_ATTN") for device in ((9, 0), (10, 0))),
         ((8, 0), cached_as("int8_per_token_head"), "TRITON_ATTN"),
         ((9, 0), cached_as("fp8_per_token_head"), "TRITON_ATTN"),
         ((9, 0), model_config(LLAMA, **{"model_config.dtype": torch.float32}), "TRITON_ATTN"),
@@ -370,6 +375,13 @@ def test_a_backend_that_cannot_be_is_refused_by_its_name(monkeypatch: pytest.Mon
     wrong = cached_as("fp8_e5m2")
     with pytest.raises(ValueError, match=r"backend TRITON_ATTN here: kv_cache_dtype not supported"):
         backends.take_backend(resolved_config(**wrong))
+
+
+def test_scales_of_every_head_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_cuda(monkeypatch, (9, 0))
+    assert FlashAttentionBackend.supports_per_head_quant_scales()
+    found = [resolve_obj_by_qualname(name) for name in BACKENDS.values()]
+    assert not any(backend.supports_per_head_quant_scales() for backend in found)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])

@@ -85,6 +85,24 @@ def test_the_host_cache_and_the_mode_of_turns() -> None:
     assert plain is not None and plain.host_cache_bytes is None and plain.turn_mode == "auto"
 
 
+@pytest.mark.parametrize(
+    ("policy", "keep", "expected"),
+    [
+        ("auto", None, (None, True)),
+        ("auto", "none", (None, False)),
+        ("auto", "template+2", (2, False)),
+        ("h2o", None, (None, False)),
+        ("snapkv-chunked", None, (None, False)),
+        ("select", None, (None, False)),
+    ],
+)
+def test_what_stays_of_chats(policy: str, keep: Any, expected: tuple[Any, bool]) -> None:
+    """By default the template of chats with tools, where the policy can keep it."""
+    served = KVSettings(policy, kv_keep=keep).served()
+    assert served is not None and (served.keep_template, served.keep_tools) == expected
+    assert ServedSettings.of(SimpleNamespace(additional_config={SERVED_KEY: served.as_data()}))
+
+
 @pytest.mark.parametrize("name", ["snapkv", "full", "xkv", "h2o"])
 def test_an_exact_turn_is_planned_without_turns(name: str) -> None:
     """By request or by the server; with every policy, since nothing is resumed."""

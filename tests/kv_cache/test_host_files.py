@@ -81,6 +81,11 @@ class Server:
             pool.load(received.loaded, output)
         return copies
 
+    def wait_in(self, memory: HostMemory) -> None:
+        """Let the first worker's blocks wait for files in other memory."""
+        args = self.pool._part, self.pool._layers, self.pool.transfer
+        self.pool.writer = file_writer.FileWriter(memory, *args)
+
     def save(self, name: bytes, first: int, count: int = LAYERS, origin: Any = None) -> None:
         self.files.save(idle(name, first, count, origin))
 
@@ -431,7 +436,7 @@ def test_what_waits_for_a_slow_disk_is_limited(
     """The beginning of a prompt is written, the rest is not."""
     names = [BlockHash(bytes([i]) * 32) for i in range(4)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(HostMemory(2 * LAYERS * server.page))
+    server.wait_in(HostMemory(2 * LAYERS * server.page))
     # The deepest become idle first.
     assert server.put(*((name, 0) for name in reversed(names))) == 2
     assert [server.host.longest_prefix([name]) for name in names] == [1, 1, 0, 0]
@@ -461,7 +466,7 @@ def test_the_prefix_found_so_far_is_not_pushed_out_by_what_is_read(tmp_path: Pat
     """There are four slots: of five bundles in files the first four are found."""
     names = [BlockHash(bytes([i]) * 32) for i in range(5)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(HostMemory(5 * LAYERS * server.page))
+    server.wait_in(HostMemory(5 * LAYERS * server.page))
     for index, name in enumerate(names):
         server.save(name, index)
     server.step()

@@ -14,7 +14,6 @@ from tests.worker.test_host_pool import LAYERS, SLOTS
 from vllm_pyramid.compat.side_channel import HostFill
 from vllm_pyramid.kv_cache import host_cache, host_files, old_files
 from vllm_pyramid.step.hooks import HostMemory
-from vllm_pyramid.worker import file_writer
 
 pytestmark = pytest.mark.cpu
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.cpu
 def _with_files(folder: Path, names: list[BlockHash]) -> Server:
     """An engine that has written a file for each bundle."""
     server = Server(folder)
-    server.pool.writer = file_writer.FileWriter(HostMemory(2**20))
+    server.wait_in(HostMemory(2**20))
     server.put(*((name, 0) for name in names))
     return server
 
@@ -65,7 +64,7 @@ def test_what_is_remembered_of_files_is_bounded(
     monkeypatch.setattr(old_files, "MOST_REMEMBERED", 4)
     names = [BlockHash(bytes([i]) * 32) for i in range(24)]
     server = Server(tmp_path)
-    server.pool.writer = file_writer.FileWriter(HostMemory(2**20))
+    server.wait_in(HostMemory(2**20))
     for index, name in enumerate(names):
         server.put((name, 0))
         os.utime(server.files._path(name), (1000 + index, 1000 + index))

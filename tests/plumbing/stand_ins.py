@@ -6,10 +6,11 @@ They go into vLLM's own modules, so vLLM's code and ours around them is what run
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,6 +19,42 @@ COUNTS: Counter[str] = Counter()
 
 
 # FlashAttention ----------------------------------------------------------------------------------
+
+
+class Quantised(NamedTuple):
+    """The last queries that were quantised: as they were, of 8 bits, and their scale."""
+
+    query: torch.Tensor
+    found: torch.Tensor
+    scale: torch.Tensor
+
+
+QUANTISED: list[Quantised] = []  # the last ones alone
+
+
+def quantise(
+    query: torch.Tensor, scale: torch.Tensor, **others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scaled_fp8_quant` in PyTorch, for one scale."""
+    assert not others and query.dim() == 2 and query.stride(-1) == 1
+    kind = torch.float8_e4m3fn
+    most = torch.finfo(kind).max
+    found = (query.float() / scale).clamp(-most, most).to(kind)
+    QUANTISED[:] = [Quantised(query, found, scale)]
+    COUNTS["quantised queries"] += 1
+    return found, scale
+
+
+def unquantised(q: torch.Tensor, k: torch.Tensor, q_descale: torch.Tensor | None) -> torch.Tensor:
+    """The queries that were quantised to `q`, with which a CPU attends to the same cache."""
+    if k.dtype != torch.float8_e4m3fn:
+        assert q.dtype == k.dtype
+        return q
+    query, found, scale = QUANTISED.pop()
+    assert q.dtype == found.dtype and q.data_ptr() == found.data_ptr() and q.is_contiguous()
+    # One scale, of each request and KV head.
+    assert q_descale is not None and q_descale.data_ptr() == scale.data_ptr()
+    return query.reshape(-1, *q.shape[1:])[: len(q)]
 
 
 def attend(
@@ -50,9 +87,13 @@ def attend(
     # The kernel sizes its grid by what the host says.
     assert int(seqused_k.max()) <= max_seqlen_k <= block_table.shape[1] * k.shape[1]
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
+    scales = [others[name] for name in ("q_descale", "k_descale", "v_descale")]
+    assert all(x is None or x.shape == (requests, k.shape[2]) for x in scales)
     batch = AttentionBatch(
-        *(q, k.transpose(1, 2), v.transpose(1, 2), block_table, cu_seqlens_q, seqused_k),
-        torch.zeros_like(seqused_k),
+        *(unquantised(q, k, scales[0]), k.transpose(1, 2), v.transpose(1, 2), block_table),
+        *(cu_seqlens_q, seqused_k, torch.zeros_like(seqused_k)),
+        key_scale=float(scales[1][0, 0]),
+        value_scale=float(scales[2][0, 0]),
     )
     window = window_size[0] + 1 if window_size[0] >= 0 else 0
     softmax = Softmax(softmax_scale, soft_cap=softcap, sliding_window=window, sinks=s_aux)
@@ -65,25 +106,34 @@ def write(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, *scales:
     """`reshape_and_cache_flash` in PyTorch."""
     from vllm_pyramid.kernels import reference
 
-    assert dtype == "auto"
-    reference.reshape_and_cache(key, value, k.transpose(1, 2), v.transpose(1, 2), slots)
+    assert dtype in ("auto", "fp8")
+    if dtype == "fp8":
+        k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
+    names = {"key_scale": float(scales[0]), "value_scale": float(scales[1])}
+    reference.reshape_and_cache(key, value, k.transpose(1, 2), v.transpose(1, 2), slots, **names)
 
 
-def install_flash_attention() -> None:
+def install_flash_attention(set_attribute: Callable[..., None] = setattr) -> None:
     """As vLLM finds it on sm_90."""
+    from vllm import _custom_ops
     from vllm.v1.attention.backends import flash_attn
 
+    set_attribute(_custom_ops, "scaled_fp8_quant", quantise)
     for name, stand_in in (
         ("flash_attn_varlen_func", attend),
         ("reshape_and_cache_flash", write),
         ("get_flash_attn_version", lambda *args, **kwargs: 3),
         ("is_flash_attn_varlen_func_available", lambda: True),
         ("flash_attn_supports_sinks", lambda: True),
+        (
+            "flash_attn_supports_kv_cache_dtype",
+            lambda dtype, **others: dtype in ("fp8", "fp8_e4m3"),
+        ),
+        ("flash_attn_supports_quant_query_input", lambda: True),
     ):
-        setattr(flash_attn, name, stand_in)
-    flash_attn.FlashAttentionMetadataBuilder._cudagraph_support = (
-        flash_attn.AttentionCGSupport.ALWAYS
-    )
+        set_attribute(flash_attn, name, stand_in)
+    builder, support = flash_attn.FlashAttentionMetadataBuilder, flash_attn.AttentionCGSupport
+    set_attribute(builder, "_cudagraph_support", support.ALWAYS)
 
 
 # Our own kernels ---------------------------------------------------------------------------------
@@ -108,6 +158,18 @@ class LateCopies:
     def wait(self, mark: int) -> None:
         while self.launched - len(self._waiting) < mark:
             self._waiting.pop(0)()
+
+    def is_done(self, mark: int) -> bool:
+        return self.launched - len(self._waiting) >= mark
+
+
+def move_bytes(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+    """`swap_blocks_batch` where both memories are the host's; the last copy comes first."""
+    copies = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+    for target, source, size in reversed(copies):
+        ctypes.memmove(target, source, size)
+    COUNTS["batches of copies"] += 1
+    COUNTS["copies in batches"] += len(copies)
 
 
 def install_triton_kernels() -> None:

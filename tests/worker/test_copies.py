@@ -20,15 +20,17 @@ pytestmark = pytest.mark.cpu
 class Stream:
     """Notes what it is asked for."""
 
+    is_done = False
+
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def record_event(self) -> str:
+    def record_event(self) -> Any:
         self.log.append(f"{self.name} records")
-        return f"event of {self.name}"
+        return SimpleNamespace(of=self.name, query=lambda: self.is_done)
 
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits for event of {event.of}")
 
 
 @pytest.fixture
@@ -62,7 +64,9 @@ def test_a_copy_is_behind_the_step_and_the_step_behind_what_it_waits_for(log: li
     ]
     log.clear()
     stream.wait(mark)
-    assert log == ["step waits for event of copies"]
+    assert log == ["step waits for event of copies"] and not stream.is_done(mark)
+    stream._stream.is_done = True
+    assert stream.is_done(mark)
     assert copies.copies_of(torch.device("cpu")) is None
 
 

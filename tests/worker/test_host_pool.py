@@ -13,9 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import _custom_ops
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
-from tests.pretended_device import PretendedDevice, data_of
+from tests.plumbing import stand_ins
+from tests.pretended_device import PretendedDevice
 from vllm_pyramid.compat.side_channel import (
     TIER,
     FileOrders,
@@ -76,6 +78,14 @@ def load(pool: HostPool, output: Any) -> None:
     pool.load(read_messages(output)[TIER].loaded, output)
 
 
+@pytest.fixture(params=["host", "copy engines"])
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """None, or a stream that copies as late as it may; both memories are the host's."""
+    monkeypatch.setattr(_custom_ops, "swap_blocks_batch", stand_ins.move_bytes)
+    stand_ins.COUNTS.clear()
+    return None if request.param == "host" else stand_ins.LateCopies()
+
+
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "head_size"),
@@ -84,11 +94,13 @@ def load(pool: HostPool, output: Any) -> None:
         *((torch.uint8, 3), (torch.float8_e4m3fn, 8), (torch.float8_e5m2, 8)),
     ],
 )
-def test_every_byte_comes_back(dtype: torch.dtype, head_size: int, inference: bool) -> None:
+def test_every_byte_comes_back(
+    dtype: torch.dtype, head_size: int, inference: bool, stream: Any
+) -> None:
     """Each type of cache; blocks of a number of bytes that is no whole number of words, too."""
     of = specs(dtype, head_size)
     num_bytes = SLOTS * LAYERS * of[0].page_size_bytes
-    pool, kv_caches = HostPool(num_bytes + 5, of, HostMemory), caches(of)
+    pool, kv_caches = HostPool(num_bytes + 5, of, HostMemory, stream=stream), caches(of)
     assert pool.slots.shape == (SLOTS, LAYERS, of[0].page_size_bytes)
     pool.bind(kv_caches, BLOCKS)
     pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
@@ -104,12 +116,15 @@ def test_every_byte_comes_back(dtype: torch.dtype, head_size: int, inference: bo
 
 @pytest.mark.parametrize("head_size", [8, 3])
 @pytest.mark.parametrize("methods", [1, 2])
-def test_what_methods_keep_beside_blocks_goes_with_them(methods: int, head_size: int) -> None:
-    """Behind each block of a slot; that of other blocks stays as it is."""
+def test_what_methods_keep_beside_blocks_goes_with_them(
+    methods: int, head_size: int, stream: Any
+) -> None:
+    """Behind each block of a slot; that of other blocks stays as it is. One batch each way."""
     of = specs(torch.bfloat16, head_size)
     extra_bytes = methods * 2 * head_size * 2
     num_bytes = SLOTS * LAYERS * (of[0].page_size_bytes + extra_bytes)
-    pool, kv_caches = HostPool(num_bytes, of, HostMemory, extra_bytes=extra_bytes), caches(of)
+    made = {"extra_bytes": extra_bytes, "stream": stream}
+    pool, kv_caches = HostPool(num_bytes, of, HostMemory, **made), caches(of)
     assert pool.slots.shape == (SLOTS, LAYERS, of[0].page_size_bytes + extra_bytes)
     extras = [torch.randn(BLOCKS, 2, head_size).bfloat16() for _ in range(methods)]
     pool.bind(kv_caches, BLOCKS, extras)
@@ -124,14 +139,18 @@ def test_what_methods_keep_beside_blocks_goes_with_them(methods: int, head_size:
     for memory, known, found in zip(memories, before, expected, strict=True):
         found[[3, 4, 8, 11]] = known[[5, 1, 9, 7]]
         assert torch.equal(memory, found)
+    if stream is not None:
+        assert stream.launched == stand_ins.COUNTS["batches of copies"] == 2
+        assert stand_ins.COUNTS["copies in batches"] == 2 * 4 * (1 + methods)
     with pytest.raises(RuntimeError, match="has room for"):
         pool.bind(kv_caches, BLOCKS)
 
 
-def test_a_step_copies_out_then_on_the_device_then_in() -> None:
+def test_a_step_copies_out_then_on_the_device_then_in(stream: Any) -> None:
     """Blocks that are stored may take copies in the same step, and others what was just stored."""
     of = specs(torch.float32)
-    pool, kv_caches = HostPool(SLOTS * LAYERS * of[0].page_size_bytes, of, HostMemory), caches(of)
+    num_bytes = SLOTS * LAYERS * of[0].page_size_bytes
+    pool, kv_caches = HostPool(num_bytes, of, HostMemory, stream=stream), caches(of)
     pool.bind(kv_caches, BLOCKS)
     pages = kv_caches[0].view(torch.uint8).view(BLOCKS, -1)
     before = pages.clone()
@@ -173,13 +192,14 @@ def test_a_worker_of_a_pipeline_stage_copies_the_blocks_of_its_layers() -> None:
     assert (zero_below, zero_above) == ([4, 8], [3]), "blocks of another stage's pool"
 
 
-def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", ["copy engines"], indirect=True)
+def test_no_copy_waits_for_the_device(tmp_path: Path, stream: Any) -> None:
     """On a pretended device: out to host memory and to a file, from a file, and in."""
     of = specs(torch.bfloat16)
     size = of[0].page_size_bytes
-    before = torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8)
+    pages = torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8)
     beside = torch.randint(0, 256, (BLOCKS, 32), dtype=torch.uint8)
-    whole = torch.cat([before, beside], 1)
+    whole = torch.cat([pages, beside], 1)
     path = tmp_path / "aa" / "bundle.kv"
     begin = BundleFile("one", bytes(32), LAYERS, None).begin()
     orders = FileOrders([str(tmp_path / "gone.kv")], [FileSave(str(path), [begin], [5, 1, 9])])
@@ -191,23 +211,23 @@ def test_no_copy_waits_for_the_device(tmp_path: Path) -> None:
             return SimpleNamespace(bytes=device.put(memory), host=memory)
 
         num_bytes = SLOTS * LAYERS * whole.shape[1]
-        pool = HostPool(num_bytes, of, allocate, extra_bytes=32)
-        pages = device.put(before.clone())
-        extras = device.put(beside.clone())
-        pool._memories = [pages, extras]
+        pool = HostPool(num_bytes, of, allocate, extra_bytes=32, stream=stream)
+        pool.transfer.bind([pages, beside])  # which are copied by their addresses alone
         store(pool, step([HostCopy(2, [4, 7])], [], files=orders))
+        assert stream.launched == 2, "to the slots, and to the memory in which files wait"
         pages.fill_(0)
-        extras.fill_(0)
+        beside.fill_(0)
         fill = HostFill(0, [whole[[0, 2, 3]].numpy().tobytes()])
         output = step([fill], [HostCopy(2, [1, 2]), HostCopy(0, [6, 8, 10])])
         store(pool, output)
         load(pool, output)
+        assert stream.launched == stand_ins.COUNTS["batches of copies"] == 3
         assert pool.writer is not None
         pool.writer.finish()
     assert device.waits == []
     expected = torch.zeros_like(whole)
     expected[[1, 2, 6, 8, 10]] = whole[[4, 7, 0, 2, 3]]
-    assert torch.equal(torch.cat([data_of(pages), data_of(extras)], 1), expected)
+    assert torch.equal(torch.cat([pages, beside], 1), expected)
     _, content = read_file(str(path), 1 << 20)
     assert bytes(content) == whole[[5, 1, 9]].numpy().tobytes(), "as it was before the step"
     assert pool.writer.take_failed() == 0 and not (tmp_path / "gone.kv").exists()

@@ -15,6 +15,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin, metadata_of
 from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, tables_per_layer
 from vllm_pyramid.attention.head_lists import head_names, view_of_heads
+from vllm_pyramid.compat.backend_names import FP8_CACHES
+from vllm_pyramid.compat.cache_specs import quantised_query
 from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadNames
 
 
@@ -29,7 +31,33 @@ class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
 
 
 class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
-    """FlashAttention, with hooks and evictions behind it."""
+    """FlashAttention, with hooks and evictions behind it.
+
+    With a cache of 8-bit floats FlashAttention takes queries of 8 bits, which vLLM's layer makes of
+    its queries before it calls the back end. Scorers look at queries that were not quantised, so
+    here the layer leaves them as they are, and they are quantised before FlashAttention's call.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        is_fp8 = self.kv_cache_dtype in FP8_CACHES
+        self._takes_quantised = is_fp8 and self.supports_quant_query_input
+        if self._takes_quantised:
+            self.supports_quant_query_input = False  # the layer asks when it is made
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Let FlashAttention pass on the scale of queries, now that the layer has been made."""
+        super().process_weights_after_loading(act_dtype)
+        if self._takes_quantised:
+            self.supports_quant_query_input = True
+
+    def stock_attention(
+        self, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return super().stock_attention(layer, self._as_taken(layer, query), *args, **kwargs)
+
+    def _as_taken(self, layer: Any, query: torch.Tensor) -> torch.Tensor:
+        return quantised_query(layer, query) if self._takes_quantised else query
 
     def attend_to_lists(
         self,
@@ -54,8 +82,8 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
         chosen.block_table, chosen.num_actual_tokens = table, len(table)
         chosen.query_start_loc, chosen.seq_lens = requests
         rows = len(attended.block_table)
-        # A copy where a row's query lies next to its keys.
-        query = attended.query[:rows].reshape(of_one)
+        # A copy where a row's query lies next to its keys and is not quantised.
+        query = self._as_taken(layer, attended.query[:rows]).reshape(of_one)
         FlashAttentionImpl.forward(
             self.of_one_head,
             layer,
@@ -85,11 +113,17 @@ class PyramidFlashBackend(FlashAttentionBackend):
 
     # From vLLM 0.33 on models may write the cache themselves, past `do_kv_cache_update`.
     supports_kv_cache_update_bypass: bool = False
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+    ]
 
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return False  # scorers multiply by one scale a layer
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:

@@ -58,10 +58,11 @@ kv_cache/coordinator.py
 cache_specs
     Target: KVCacheSpecRegistry._ensure_registered,
     SingleTypeKVCacheManager._remove_blocks_in_range, Attention._k_scale_float, ._v_scale_float,
-    TritonAttentionImpl._ensure_scale_caches, ._k_scale_cache, ._is_per_token_head_quant,
-    unify_kv_cache_spec_page_size.
+    ._q_scale, _custom_ops.scaled_fp8_quant, TritonAttentionImpl._ensure_scale_caches,
+    ._k_scale_cache, ._is_per_token_head_quant, unify_kv_cache_spec_page_size.
     Why: stock specs must be registered before ours; the first blocks of a request are given back;
-    8-bit caches are multiplied with a scale; scales of tokens are set to 1 before the first step.
+    8-bit caches are multiplied with a scale; FlashAttention reads them with queries of 8 bits,
+    quantised as vLLM's layers do; scales of tokens are set to 1 before the first step.
     Remove when they are public, the last when vLLM sets them before the first step.
 scheduler_points
     Target: Scheduler.grammar_compile_error_reqs (a set in 0.32, a dictionary in 0.33),
@@ -158,9 +159,10 @@ output_processor
     Target: OutputProcessor.process_outputs, RequestState.queue (vLLM 0.32).
     Why: tell the client why a request has failed. Remove with vLLM 0.32.
 offloading
-    Target: kv_offload.cpu.manager.CPUOffloadingManager, kv_offload.base.
-    Why: it gives out the slots of host memory. Remove when vLLM has such a table apart from its
-    connectors.
+    Target: kv_offload.cpu.manager.CPUOffloadingManager, kv_offload.base,
+    _custom_ops.swap_blocks_batch.
+    Why: it gives out the slots of host memory; a step's copies are one call. Remove when vLLM has
+    such a table apart from its connectors.
 
 Patches of `engine_args` (with an unsupported vLLM: of `no_policies`) are applied when the plugin
 loads and do nothing without a policy; that of `small_gemm` applies to the CUDA wheel on a CPU; all

@@ -16,6 +16,9 @@ from vllm_pyramid.compat.wrap import wrap
 
 # Keys of vLLM's prompts: where messages are in the text, and the spans of tokens to keep.
 _CONTENTS, _SPANS = "vllm_pyramid_contents", "vllm_pyramid_spans"
+_NEEDS_OFFSETS = (
+    "needs a fast tokenizer, which says where its tokens are in the text, and this model's is none"
+)
 
 
 class MarkedChat(Protocol):
@@ -31,8 +34,11 @@ class MarkedChat(Protocol):
 class ChatSpans(Protocol):
     """What the front end does with a chat."""
 
-    def wanted(self, config: Any) -> bool:
-        """Return whether the engine with this configuration keeps chats' templates."""
+    def wanted(self, config: Any, tools: bool) -> bool:
+        """Return whether an engine keeps the templates of chats with, or without, tools."""
+
+    def give_up(self, config: Any, error: VLLMValidationError) -> None:
+        """Go on without spans; raise the error if the engine must have them."""
 
     def mark(self, conversation: Sequence[Any]) -> MarkedChat:
         """Return the chat with its texts marked."""
@@ -67,20 +73,19 @@ def install(spans: ChatSpans) -> None:
 
     def new_init(init: Any, self: Any, config: Any, tokenizer: Any) -> None:
         init(self, config, tokenizer)
-        if spans.wanted(config) and not self._can_produce_offsets():
-            raise ValueError(
-                "--kv-keep needs a fast tokenizer, which says where its tokens are in the text, "
-                "and this model's is none: leave the flag out"
-            )
+        if spans.wanted(config, tools=False) and not self._can_produce_offsets():
+            raise ValueError(f"--kv-keep {_NEEDS_OFFSETS}: leave the flag out")
 
     def new_warmup(warmup: Any, self: Any, chat_params: Any) -> None:
-        if spans.wanted(self.config):  # as text, like requests: by default it makes tokens
+        if spans.wanted(self.config, tools=False):  # as text, like requests, and not as tokens
             own = chat_params.chat_template_kwargs | {"tokenize": False}
             chat_params = dataclasses.replace(chat_params, chat_template_kwargs=own)
         warmup(self, chat_params)
 
-    def text_of(prompt: Any) -> str:
-        """Return the text of a prompt."""
+    def text_of(self: Any, prompt: Any) -> str:
+        """Return the text of a prompt whose tokens can be found in it."""
+        if not self._can_produce_offsets():
+            raise VLLMValidationError(f"--kv-keep {_NEEDS_OFFSETS}", parameter="messages")
         if prompt.get("multi_modal_data") or not isinstance(prompt.get("prompt"), str):
             raise VLLMValidationError(
                 "--kv-keep does not go with images or other inputs that are no text yet: send "
@@ -90,42 +95,60 @@ def install(spans: ChatSpans) -> None:
         text: str = prompt["prompt"]
         return text
 
+    def begin(self: Any, messages: Any, prompt: Any, params: Any) -> tuple[str, MarkedChat] | None:
+        """Return a chat's text and the marked chat; None if its spans are not kept."""
+        if not spans.wanted(self.config, tools=bool(params.chat_template_kwargs.get("tools"))):
+            return None
+        try:
+            return text_of(self, prompt), spans.mark(messages)
+        except VLLMValidationError as error:
+            spans.give_up(self.config, error)
+            return None
+
     def render_messages(render: Any, self: Any, messages: Any, params: Any) -> Any:
         rendered: Any = render(self, messages, params)
         conversation, prompt = rendered
-        if spans.wanted(self.config):
-            text, marked = text_of(prompt), spans.mark(conversation)
-            again = hf.safe_apply_chat_template(
-                self.model_config,
-                self.get_tokenizer(),
-                marked.conversation,
-                **params.get_apply_chat_template_kwargs(),
-            )
-            prompt[_CONTENTS] = marked.contents(str(again), text)
-        return conversation, prompt
-
-    async def render_messages_async(render: Any, self: Any, messages: Any, params: Any) -> Any:
-        rendered: Any = await render(self, messages, params)
-        conversation, prompt = rendered
-        if spans.wanted(self.config):
-            text, marked = text_of(prompt), spans.mark(conversation)
-            again = await self._render_with_timeout(
-                self._apply_chat_template_async(
+        if (chat := begin(self, conversation, prompt, params)) is not None:
+            text, marked = chat
+            try:
+                again = hf.safe_apply_chat_template(
                     self.model_config,
                     self.get_tokenizer(),
                     marked.conversation,
                     **params.get_apply_chat_template_kwargs(),
                 )
-            )
-            prompt[_CONTENTS] = marked.contents(str(again), text)
+                prompt[_CONTENTS] = marked.contents(str(again), text)
+            except VLLMValidationError as error:
+                spans.give_up(self.config, error)
+        return conversation, prompt
+
+    async def render_messages_async(render: Any, self: Any, messages: Any, params: Any) -> Any:
+        rendered: Any = await render(self, messages, params)
+        conversation, prompt = rendered
+        if (chat := begin(self, conversation, prompt, params)) is not None:
+            text, marked = chat
+            try:
+                again = await self._render_with_timeout(
+                    self._apply_chat_template_async(
+                        self.model_config,
+                        self.get_tokenizer(),
+                        marked.conversation,
+                        **params.get_apply_chat_template_kwargs(),
+                    )
+                )
+                prompt[_CONTENTS] = marked.contents(str(again), text)
+            except VLLMValidationError as error:
+                spans.give_up(self.config, error)
         return conversation, prompt
 
     def new_wants_offsets(wants_offsets: Any, self: Any, prompt: Any, params: Any) -> Any:
         return _CONTENTS in prompt or wants_offsets(self, prompt, params)
 
     def add_spans(self: Any, prompt: Any, engine_input: Any) -> Any:
-        if (contents := prompt.get(_CONTENTS)) is not None:
-            offsets, tokens = prompt["prompt_token_offsets"], prompt["prompt_token_ids"]
+        if (contents := prompt.get(_CONTENTS)) is None:
+            return engine_input
+        offsets, tokens = prompt["prompt_token_offsets"], prompt["prompt_token_ids"]
+        try:
             if len(offsets) != len(tokens):
                 raise VLLMValidationError(
                     f"--kv-keep: the prompt was changed to {len(tokens)} tokens behind its "
@@ -133,6 +156,8 @@ def install(spans: ChatSpans) -> None:
                     parameter="messages",
                 )
             engine_input[_SPANS] = spans.spans(self.config, contents, offsets)
+        except VLLMValidationError as error:
+            spans.give_up(self.config, error)
         return engine_input
 
     def process_tokens(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:

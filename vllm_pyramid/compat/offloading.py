@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of host memory, given out and evicted by vLLM's own offloading manager.
+"""Slots of host memory, given out and evicted by vLLM's own offloading manager; its copies.
 
-Target: `vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager`, `vllm.v1.kv_offload.base`. Why: the
+Target: `vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager`, `vllm.v1.kv_offload.base`,
+`vllm._custom_ops.swap_blocks_batch`. Why: the
 manager knows which key lives in which slot, which slots are being read, and which was used least
 recently; it is written for a KV connector. Its transfers are asynchronous. Ours belong to a step
 (`kv_cache/host_cache.py`), so a stored key can be loaded at once. Loaded after start-up, since vLLM
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 
 class Stored(NamedTuple):
@@ -71,3 +74,16 @@ class SlotTable:
     def clear(self) -> None:
         """Forget all keys."""
         self._manager.reset_cache()
+
+
+def copy_batch(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+    """Copy between memories of a GPU and pinned ones of the host, on the current stream.
+
+    One call of the driver, which hands them to the copy engines; they run in any order.
+
+    Args:
+        sources, targets: `[n]` int64 addresses, in host memory. sizes: `[n]` int64 bytes.
+    """
+    from vllm import _custom_ops
+
+    _custom_ops.swap_blocks_batch(sources, targets, sizes)

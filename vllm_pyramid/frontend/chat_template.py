@@ -20,11 +20,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 
 from vllm_pyramid.policy.kept_spans import flat, merged
 from vllm_pyramid.policy.limits import MAX_SPANS
 from vllm_pyramid.policy.served_settings import ServedSettings
 
+_logger = init_logger(f"vllm.{__name__}")
 _SYSTEM = ("system", "developer")
 # What templates compare or print as it is; not what a message says.
 _NOT_CONTENT = ("role", "type", "id", "tool_call_id", "name")
@@ -153,10 +155,20 @@ def template_spans(
 class TemplateSpans:
     """The spans of chats' templates (`compat.chat_renderer.ChatSpans`)."""
 
-    def wanted(self, config: Any) -> bool:
-        """Return whether the engine with this configuration keeps chats' templates."""
+    def wanted(self, config: Any, tools: bool) -> bool:
+        """Return whether an engine keeps the templates of chats with, or without, tools."""
         settings = ServedSettings.of(config)
-        return settings is not None and settings.keep_template is not None
+        if settings is None:
+            return False
+        return settings.keep_template is not None or (tools and settings.keep_tools)
+
+    def give_up(self, config: Any, error: VLLMValidationError) -> None:
+        """Go on without spans, with a warning; raise the error if `--kv-keep` asks for them."""
+        settings = ServedSettings.of(config)
+        assert settings is not None
+        if settings.keep_template is not None:
+            raise error
+        _logger.warning_once("the tools of a chat are not kept: %s", error)
 
     def mark(self, conversation: Sequence[Any]) -> MarkedChat:
         """Return the chat with its texts marked."""
@@ -167,5 +179,5 @@ class TemplateSpans:
     ) -> list[int]:
         """Return the spans to keep; see `template_spans`."""
         settings = ServedSettings.of(config)
-        assert settings is not None and settings.keep_template is not None
-        return template_spans(contents, offsets, settings.keep_template)
+        assert settings is not None
+        return template_spans(contents, offsets, settings.keep_template or 0)

@@ -125,12 +125,14 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
     served = replace(served, why_no_turns=why_no_turns(used, served))
     if served.session_from:
         _check_sessions(config, served)
-    if served.keep_template is not None:
+    if served.keep_template is not None or served.keep_tools:
         from vllm_pyramid.compat import chat_renderer
         from vllm_pyramid.frontend.chat_template import TemplateSpans
 
-        if (reason := chat_renderer.why_no_renderer(config.model_config)) is not None:
+        reason = chat_renderer.why_no_renderer(config.model_config)
+        if reason is not None and served.keep_template is not None:
             raise ValueError(f"--kv-keep does not work here: {reason}; leave the flag out")
+        served = replace(served, keep_tools=served.keep_tools and reason is None)
         chat_renderer.install(TemplateSpans())
     served = replace(served, host_cache_bytes=_host_share(config, served))
     _check_chunks(config, policy, max(served.min_last_chunk, served.min_inner_chunk))

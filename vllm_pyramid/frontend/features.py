@@ -199,7 +199,6 @@ _OF_CONFIG: dict[Feature, Callable[[VllmConfig], object]] = {
     Feature.HANDOVER: lambda config: is_ours(config.kv_transfer_config),
     Feature.ONE_BLOCK_TABLE: lambda config: config.scheduler_config.disable_hybrid_kv_cache_manager,
     Feature.OTHER_CACHE: lambda config: _unless(config.cache_config.cache_dtype, CACHE_TYPES),
-    Feature.FP8_CACHE: lambda config: _named(config.cache_config.cache_dtype, FP8_CACHES),
     Feature.E5M2_CACHE: lambda config: config.cache_config.cache_dtype == "fp8_e5m2",
     Feature.SCALED_CACHE: lambda config: _named(config.cache_config.cache_dtype, SCALED_ROWS),
     Feature.CACHE_OF_8_BITS: lambda config: _named(

@@ -72,10 +72,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "Default: no limit.",
     },
     "kv_keep": {
-        "metavar": "template[+N]",
+        "metavar": "template[+N]|none",
         "help": "Keep the system prompt, the tools and the template's own tokens of every chat in "
         "every layer and KV head, with the first N tokens of each message, beside the budget. "
-        "Default: what the policy keeps.",
+        "Default: those of chats with tools, where policy and model allow it; `none`: of no chat.",
     },
     "kv_host_cache": {
         "metavar": "GiB",

@@ -129,11 +129,9 @@ _REFUSED: Unsupported = {
     Feature.MTP_MODULES: (
         "each reads one token further into the next chunk of a prompt than the one before"
     ),
-    (Feature.FP8_CACHE, Feature.FLASH_ATTENTION): (
-        "it wants quantised queries, and scorers look at those that are not",
-        Feature.FLASH_ATTENTION.fix,
+    (Feature.E5M2_CACHE, Feature.CUDA): (
+        "FlashAttention has none, and vLLM's Triton attention takes every fp8 cache for e4m3"
     ),
-    (Feature.E5M2_CACHE, Feature.CUDA): "vLLM's Triton attention takes every fp8 cache for e4m3",
     (Feature.SCALED_CACHE, Feature.FLASH_ATTENTION): (
         "FlashAttention does not read the scales in the rows of the cache",
         Feature.FLASH_ATTENTION.fix,

@@ -95,7 +95,7 @@ class PolicyRequestChecks:
             params = engine.sessions.begin(params)
             if engine.shadow is not None:
                 params = engine.shadow.begin(params)
-            if template is not None and settings.keep_template is not None:
+            if template is not None:
                 params = copy.copy(params)  # the object may be the client's
                 params.extra_args = {**(params.extra_args or {}), TEMPLATE_KEY: template}
             reason, mode = settings.why_no_turns, settings.turn_mode

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+NO_SPANS = "none"
+
 
 def parse_policy_args(value: object) -> dict[str, Any]:
     """Parse `kv_policy_args`: a mapping, the text of a JSON object, or None for an empty one.
@@ -68,18 +70,18 @@ def parse_gib(value: object, name: str) -> float | None:
 
 
 def parse_keep(value: object) -> int | None:
-    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: neither.
+    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: not all.
 
     Raises:
         ValueError: anything else.
     """
-    if value is None:
+    if value in (None, NO_SPANS):
         return None
     match = re.fullmatch(r"template(?:\+([0-9]{1,6}))?", value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(
-            "kv_keep must be template, or template+N for the first N tokens of each message too, "
-            f"such as template+16, not {value!r}"
+            "kv_keep must be template, template+N for the first N tokens of each message too, such "
+            f"as template+16, or {NO_SPANS}, not {value!r}"
         )
     return int(match[1] or 0)
 

@@ -31,7 +31,7 @@ from vllm_pyramid.frontend.setting_values import (
 )
 from vllm_pyramid.frontend.shadow_settings import check_shadow, parse_share
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
-from vllm_pyramid.policy.capabilities import Feature, refuse
+from vllm_pyramid.policy.capabilities import Feature, refusal_of, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
 from vllm_pyramid.policy.overrides import OVERRIDES, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request_keys import AUTO_MODE, EXACT, parse_turn_mode
@@ -77,6 +77,8 @@ FORECAST, PROMPT = "forecast", "prompt"
 ADMISSIONS = (FORECAST, PROMPT)
 # When prompts are evicted: as the policy's schedule says, or only if the pool lacks blocks.
 ALWAYS, PRESSURE = "always", "pressure"
+# What keeping the templates of chats needs.
+_KEEPS = dict.fromkeys((Feature.KV_KEEP, Feature.INNER_SPANS), "--kv-keep")
 
 
 def without_ours(additional_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,8 +105,8 @@ class KVSettings:
             the policy evicts, and for vLLM's own rule, `prompt`, if it does not.
         kv_request_overrides: settings that requests may give (`parse_overrides`); None: all.
         kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
-        kv_keep: what of every chat stays in every layer and head, `template` or `template+N`; None:
-            what the policy keeps.
+        kv_keep: what of every chat stays in every layer and head, `template` or `template+N`;
+            `none`: what the policy keeps; None: the template of chats with tools, where it can.
         kv_host_cache: GiB of host memory of an engine, all ranks together, for what the device's
             prefix cache gives away; None for none.
         kv_host_cache_dir: folder in which that survives a restart; None for none.
@@ -182,7 +184,6 @@ class KVSettings:
             except ValueError as error:
                 raise ValueError(f"kv_max_request_budget: {error}") from None
             object.__setattr__(self, "kv_max_request_budget", limit)
-        parse_keep(self.kv_keep)
         min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
         object.__setattr__(self, "kv_min_tokens", min_tokens)
         object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
@@ -209,8 +210,8 @@ class KVSettings:
             self._overrides.check_policy(self._loaded_policy)
         if self.kv_shadow is not None or self.kv_shadow_floor is not None:
             check_shadow(self, self._loaded_policy, self._overrides)
-        if self.kv_keep is not None:
-            self._check_keep(self._loaded_policy)
+        if parse_keep(self.kv_keep) is not None:
+            _check_keep(self._loaded_policy)
         if sources is not None and self._turn_mode != EXACT:
             refuse(self._loaded_policy, {Feature.KV_TURNS: "--kv-session-from"})
         if self.kv_min_tokens and not self._loaded_policy.has_budget:
@@ -219,15 +220,6 @@ class KVSettings:
                 f"kv_min_tokens is for policies that evict by a budget, and {self.kv_policy!r} "
                 f"{own if self._loaded_policy.evicts else 'keeps every token'}: leave it out"
             )
-
-    def _check_keep(self, policy: Policy) -> None:
-        """Raise ValueError unless chats' templates can be kept with the policy."""
-        if not policy.evicts:
-            raise ValueError(
-                f"policy {policy.name!r} keeps every token, so --kv-keep would have no effect: "
-                "leave it out"
-            )
-        refuse(policy, dict.fromkeys((Feature.KV_KEEP, Feature.INNER_SPANS), "--kv-keep"))
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> KVSettings | None:
@@ -317,6 +309,7 @@ class KVSettings:
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
             keep_template=parse_keep(self.kv_keep),
+            keep_tools=self.kv_keep is None and policy.evicts and not refusal_of(policy, _KEEPS),
             host_cache_bytes=bytes_of(self.kv_host_cache),
             host_cache_dir=self.kv_host_cache_dir,
             host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),
@@ -327,6 +320,13 @@ class KVSettings:
             shadow=parse_share(self.kv_shadow, "kv_shadow"),
             shadow_floor=parse_share(self.kv_shadow_floor, "kv_shadow_floor"),
         )
+
+
+def _check_keep(policy: Policy) -> None:
+    """Raise ValueError unless chats' templates can be kept with the policy."""
+    if not policy.evicts:
+        raise ValueError(f"policy {policy.name!r} keeps every token: leave --kv-keep out")
+    refuse(policy, _KEEPS)
 
 
 def _needs_schedule(policy: Policy, evict: str) -> bool:

@@ -66,7 +66,6 @@ class Feature(Enum):
         "leave --disable-hybrid-kv-cache-manager out; chunked local attention switches it off, too",
     )
     OTHER_CACHE = "--kv-cache-dtype"
-    FP8_CACHE = "an fp8 cache", "leave --kv-cache-dtype out"
     E5M2_CACHE = "--kv-cache-dtype fp8_e5m2", "use fp8"
     SCALED_CACHE = "a cache with a scale for each token and KV head", "use --kv-cache-dtype fp8"
     CACHE_OF_8_BITS = "a cache of 8-bit numbers", "leave --kv-cache-dtype out"

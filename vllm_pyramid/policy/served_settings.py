@@ -50,6 +50,7 @@ class ServedSettings:
             those of requests with a `cache_salt` do.
         keep_template: whether the tokens of a chat's template stay in every layer and head, and how
             many first tokens of each message with them; None if not.
+        keep_tools: whether they stay in chats with tools, where they can be found.
         host_cache_bytes: host memory of each tensor-parallel rank, all pipeline stages together,
             for the host cache; None without one.
         host_cache_dir: folder in which what the host cache finds survives a restart; None without.
@@ -74,6 +75,7 @@ class ServedSettings:
     overrides: RequestOverrides = field(default_factory=RequestOverrides)
     reports_cached: bool = True
     keep_template: int | None = None
+    keep_tools: bool = False
     host_cache_bytes: int | None = None
     host_cache_dir: str | None = None
     host_cache_dir_bytes: int | None = None

@@ -18,6 +18,7 @@ from vllm_pyramid.tools.doctor.command import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 from vllm_pyramid.tools.sessions import add_command as add_sessions
 from vllm_pyramid.tools.show.command import add_command as add_show
+from vllm_pyramid.tools.top.command import add_command as add_top
 
 _NEED_VLLM = ("bench", "calibrate", "eval", "show")
 
@@ -34,6 +35,7 @@ def _build_parser() -> argparse.ArgumentParser:
     policies.set_defaults(run=_run_policies)
 
     add_doctor(commands)
+    add_top(commands)
     add_sessions(commands)
     add_show(commands)
     add_budgets(commands)

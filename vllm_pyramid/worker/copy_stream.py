@@ -30,6 +30,9 @@ class CudaCopyStream:
     def wait(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(mark)
 
+    def is_done(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
 
 class PinnedMemory(HostMemory):
     """Host memory that is pinned in place: PyTorch would round it up to a power of two.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that writes bundles of the host cache to files, behind the steps.
 
-    a step     blocks of the device -> a part of the reserved memory, on the step's own stream
+    a step     blocks of the device -> a part of the reserved memory (`block_transfer.py`)
     a thread   waits for the copy, writes the file, gives the part back
 
 The device writes into the reserved memory itself, so a step takes no memory of either.
@@ -18,14 +18,13 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 
-import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from vllm_pyramid.compat.side_channel import FileOrders, FileSave
 from vllm_pyramid.kv_cache.bundle_file import part_path, write_file
 from vllm_pyramid.step.hooks import HostMemory
-from vllm_pyramid.step.upload import upload
+from vllm_pyramid.worker.block_transfer import BlocksOnHost, BlockTransfer
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -74,10 +73,15 @@ class FileWriter:
             the latest orders are the ones that miss, so a prompt's beginning is written first.
         part: the number of this worker, which writes its part of each bundle.
         layers: which blocks of a bundle are those of this worker's layers.
+        transfer: copies blocks; a file has a block's parts of all memories, and then the next
+            block's.
     """
 
-    def __init__(self, memory: HostMemory, part: int = 0, layers: slice = slice(None)) -> None:
+    def __init__(
+        self, memory: HostMemory, part: int, layers: slice, transfer: BlockTransfer
+    ) -> None:
         self._memory, self._ring, self._failed = memory, Ring(memory.host.nbytes), 0
+        self._transfer = transfer
         self._part, self._layers = part, layers
         self._told = False
         self._counts = threading.Lock()
@@ -87,16 +91,11 @@ class FileWriter:
         # Forked processes run no `atexit` functions, but they run these.
         Finalize(None, self.finish, (_PATIENCE,), exitpriority=10)
 
-    def put(self, orders: FileOrders, memories: Sequence[torch.Tensor]) -> None:
-        """Copy the blocks now, and carry the orders out later.
-
-        Args:
-            memories: `[P, words]` each, of all blocks of the device; a file has a block's parts of
-                all of them, and then the next block's.
-        """
+    def put(self, orders: FileOrders) -> None:
+        """Copy the blocks now, and carry the orders out later."""
         for path in orders.removed:
             self._queue.put(partial(_remove, part_path(path, self._part)))
-        size = sum(one.shape[1] * one.element_size() for one in memories)
+        size = self._transfer.row_bytes
         saves: list[tuple[FileSave, slice]] = []
         with self._counts:
             for save in orders.saved:
@@ -106,23 +105,15 @@ class FileWriter:
                     break
                 saves.append((save, slice(start, start + num_bytes)))
         if saves:
-            ready = self._copy(memories, saves)
+            ready = self._copy(saves)
             for save, place in saves:
                 self._queue.put(partial(self._write, save, place, ready))
 
-    def _copy(
-        self, memories: Sequence[torch.Tensor], saves: Sequence[tuple[FileSave, slice]]
-    ) -> Callable[[], None]:
+    def _copy(self, saves: Sequence[tuple[FileSave, slice]]) -> Callable[[], None]:
         """Copy blocks to their places in the memory; the returned function waits for it."""
-        of_saves = [save.blocks[self._layers] for save, _ in saves]
-        device = memories[0].device
-        ids = upload(np.array([block for of_one in of_saves for block in of_one], np.int64), device)
-        widths = [memory.shape[1] for memory in memories]
-        parts = ids.split([len(of_one) for of_one in of_saves])
-        for (_, place), blocks in zip(saves, parts, strict=True):
-            rows = self._memory.bytes[place].view(memories[0].dtype).view(len(blocks), -1)
-            for memory, out in zip(memories, rows.split(widths, 1), strict=True):
-                torch.index_select(memory, 0, blocks, out=out)
+        copies = [BlocksOnHost(save.blocks[self._layers], place.start) for save, place in saves]
+        self._transfer.copy(self._memory, copies, to_host=True)
+        device = self._memory.bytes.device
         if device.type == "cpu":
             return lambda: None
         event = torch.Event(device)

@@ -11,25 +11,25 @@ What a method keeps beside each block (`CacheHooks.block_extras`) is copied with
 
 A worker has the layers of its pipeline stage, and takes their blocks out of each order.
 
-On a GPU the memory is pinned and the device addresses it, so the same two operations, launched on
-the step's own stream, copy in the order in which the scheduler gave slots and blocks away.
+On a GPU the memory is pinned and the device addresses it. Copies run in the order in which the
+scheduler gave slots and blocks away (`block_transfer.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_pyramid.compat.side_channel import HostCopies, HostCopy, HostFill
+from vllm_pyramid.compat.side_channel import HostCopies, HostCopy
 from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
-from vllm_pyramid.step.hooks import HostMemory
+from vllm_pyramid.step.hooks import CopyStream, HostMemory
 from vllm_pyramid.step.upload import upload
+from vllm_pyramid.worker.block_transfer import BlocksOnHost, BlockTransfer
 from vllm_pyramid.worker.file_writer import FileWriter
 
-_WORD = torch.int64  # blocks are copied in larger units than bytes where these fit
 # Bytes of memory in which blocks wait to be written to files, at most.
 _MOST_WAITING = 1 << 30
 
@@ -49,6 +49,7 @@ class HostPool:
         part: the number of this worker among all ranks, where bundles are in files.
         extra_bytes: beside each block, of all methods together.
         has_files: whether bundles are written to files, for which memory is reserved, too.
+        stream: for copies, on a GPU.
 
     Raises:
         ValueError: `num_bytes` hold no slot.
@@ -64,6 +65,7 @@ class HostPool:
         extra_bytes: int = 0,
         *,
         has_files: bool = True,
+        stream: CopyStream | None = None,
     ) -> None:
         slots = HostSlots.of(num_bytes, specs, extra_bytes)
         self._part, self._layers = part, slice(None)  # a state has more blocks than layers
@@ -73,7 +75,7 @@ class HostPool:
         self.slots = self._memory.bytes.view(slots.count, len(specs), -1)
         self._waiting = allocate(waiting_bytes(self.slots.nbytes)) if has_files else None
         self._page_bytes = specs[0].page_size_bytes
-        self._memories: list[torch.Tensor] = []
+        self.transfer = BlockTransfer(stream)
         self.writer: FileWriter | None = None
 
     def bind(
@@ -90,46 +92,49 @@ class HostPool:
         Raises:
             RuntimeError: layers have memories of their own, or blocks of other sizes.
         """
-        self._memories = [pages_of(kv_caches, num_blocks, self._page_bytes, "--kv-host-cache")]
-        for memory in extras:
-            self._memories.append(memory.view(torch.uint8).view(num_blocks, -1))
-        if sum(memory.shape[1] for memory in self._memories) != self.slots.shape[-1]:
+        memories = [pages_of(kv_caches, num_blocks, self._page_bytes, "--kv-host-cache")]
+        memories += [memory.view(torch.uint8).view(num_blocks, -1) for memory in extras]
+        if sum(memory.shape[1] for memory in memories) != self.slots.shape[-1]:
             raise RuntimeError(
-                f"the KV cache has blocks of {[memory.shape[1] for memory in self._memories]} "
+                f"the KV cache has blocks of {[memory.shape[1] for memory in memories]} "
                 f"bytes, those beside them included, and a slot of the host cache has room for "
                 f"{self.slots.shape[-1]}: leave --kv-host-cache out, and report this"
             )
+        self.transfer.bind(memories)
 
     def store(self, copies: HostCopies) -> None:
         """Copy to the host what the step's other copies, and the step itself, may overwrite."""
         if copies.files is not None:
             if self.writer is None:
                 assert self._waiting is not None, "the scheduler orders files without a folder"
-                self.writer = FileWriter(self._waiting, self._part, self._layers)
-            self.writer.put(copies.files, self._words)
-        of_device = iter(self._of([copy for copy in copies.stored if isinstance(copy, HostCopy)]))
+                self.writer = FileWriter(self._waiting, self._part, self._layers, self.transfer)
+            self.writer.put(copies.files)
+        run: list[HostCopy] = []
         for copy in copies.stored:  # in order: a slot may get something twice
-            if isinstance(copy, HostFill):
-                content = bytearray(copy.contents[self._part])
-                filled = upload(np.frombuffer(content, np.uint8), self.slots.device)
-                slot = self.slots[copy.slot].view(-1)[: len(content)]
-                slot.copy_(filled)
+            if isinstance(copy, HostCopy):
+                run.append(copy)
                 continue
-            blocks, slot = next(of_device)
-            for memory, part in self._parts_of(slot):
-                _copy_out(memory, blocks, part)
+            self._copy(run, to_host=True)
+            run = []
+            content = bytearray(copy.contents[self._part])
+            filled = upload(np.frombuffer(content, np.uint8), self.slots.device)
+            self.slots[copy.slot].view(-1)[: len(content)].copy_(filled)
+        self._copy(run, to_host=True)
 
     def load(self, copies: Sequence[HostCopy], output: SchedulerOutput) -> None:
         """Copy from the host what the step's requests begin with.
 
         The blocks are removed from those that vLLM zeroes afterwards.
         """
-        for blocks, slot in self._of(copies):
-            for memory, part in self._parts_of(slot):
-                memory.index_copy_(0, blocks, part)
+        self._copy(copies, to_host=False)
         if copies and (to_zero := output.new_block_ids_to_zero):
             filled = {block for copy in copies for block in copy.blocks[self._layers]}
             output.new_block_ids_to_zero = [block for block in to_zero if block not in filled]
+
+    def _copy(self, copies: Sequence[HostCopy], *, to_host: bool) -> None:
+        size = self.slots[0].nbytes
+        rows = [BlocksOnHost(copy.blocks[self._layers], copy.slot * size) for copy in copies]
+        self.transfer.copy(self._memory, rows, to_host=to_host)
 
     def take_unwritten(self) -> int:
         """Return how many files could not be written since the last call."""
@@ -142,38 +147,6 @@ class HostPool:
         self._memory.release()
         if self._waiting is not None:
             self._waiting.release()
-
-    @property
-    def _words(self) -> list[torch.Tensor]:
-        """Return the device's memories, `[P, words]` each."""
-        assert self._memories, "bind was not called"
-        word = self._word
-        return [memory.view(word) for memory in self._memories]
-
-    @property
-    def _word(self) -> torch.dtype:
-        """Return the unit of the copies: bytes, where a larger one does not fit."""
-        sizes = [memory.shape[1] for memory in self._memories]
-        return torch.uint8 if any(size % _WORD.itemsize for size in sizes) else _WORD
-
-    def _parts_of(self, slot: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each memory with its part of `[n, words]` blocks of a slot."""
-        memories = self._words
-        return zip(memories, slot.split([one.shape[1] for one in memories], 1), strict=True)
-
-    def _of(self, copies: Sequence[HostCopy]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, for each copy, its `[n]` block ids on the device and its `[n, words]` slot."""
-        if not copies:
-            return []
-        assert self._memories, "bind was not called"
-        own = [copy.blocks[self._layers] for copy in copies]
-        ids = np.array([block for blocks in own for block in blocks], np.int64)
-        of_copies = upload(ids, self._memories[0].device).split([len(blocks) for blocks in own])
-        slots = self.slots.view(self._word)
-        return [
-            (blocks, slots[copy.slot, : len(blocks)])
-            for blocks, copy in zip(of_copies, copies, strict=True)
-        ]
 
 
 def pages_of(
@@ -207,7 +180,3 @@ def _block_bytes(cache: torch.Tensor, num_blocks: int) -> int | None:
     size = cache.stride(0) * cache.element_size() * kernel_blocks
     whole = not rest and cache.untyped_storage().nbytes() == num_blocks * size
     return size if whole else None
-
-
-def _copy_out(memory: torch.Tensor, blocks: torch.Tensor, slot: torch.Tensor) -> None:
-    torch.index_select(memory, 0, blocks, out=slot)

@@ -160,6 +160,7 @@ class WorkerRuntime:
                 self.pipeline.stage * self._ranks.size + self._ranks.rank,
                 self._settings.policy.extra_bytes(specs[0]),
                 has_files=self._settings.host_cache_dir is not None,
+                stream=copies_of(self._device),
             )
 
     def bind(self, attn_groups: Sequence[Sequence[Any]]) -> None:

@@ -130,6 +130,11 @@ def test_prompts_are_what_a_server_renders(tmp_path: Path) -> None:
     assert texts[2].startswith(f"{texts[1]}This one.<|im_end|>\n<|im_start|>user\nWhich?")
     assert texts[3].startswith(f"{asked}<|im_start|>user\nAnother?<|im_end|>")
     assert "# Tools" not in AutoTokenizer.from_pretrained(model_path()).decode(prompts(found, 1)[0])
+    fixed = AutoTokenizer.from_pretrained(model_path()).decode(
+        prompts(found, 0)[0][: turns[0].fixed]
+    )
+    assert fixed.endswith("<|im_end|>\n<|im_start|>user\n") and "# Tools" in fixed
+    assert {turn.fixed for turn in turns} == {turns[0].fixed} and found.agents[1][0].fixed == 0
     assert [turn.prompt_len for turn in turns] == [len(prompt) for prompt in prompts(found, 0)]
     assert found.longest_prompt == len(prompts(found, 0)[2])
     # The recorded answers are longer than 8 tokens or 4; the last turn has none.
@@ -163,7 +168,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.sent: list[tuple[list[int], Any, str, float]] = []
         self.open: list[str] = []
-        self.most = 0
+        self.most, self.keeps_tools = 0, True
         self.log, self.scheduler = SimpleNamespace(preemptions=3), SimpleNamespace()
         self.client = SimpleNamespace(has_unfinished_requests=lambda: bool(self.open))
 
@@ -194,7 +199,7 @@ def turn(number: int, before: int | None, shared: int, rest: list[int], wait: fl
 
 
 AGENTS = [
-    [turn(1, None, 0, [1, 2, 3]), turn(2, 0, 3, [4]), turn(2, 0, 2, [5], 0.2)],
+    [turn(1, None, 0, [1, 2, 3]), turn(2, 0, 3, [4]), {**turn(2, 0, 2, [5], 0.2), "fixed": 2}],
     [turn(1, None, 0, [7])],
 ]
 
@@ -217,6 +222,7 @@ def test_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finished == 2 and engine.most == 2 and sample["preemptions"] == 0
     own = [params.own for _, params, *_ in engine.sent]
     assert own[0] == own[2] == {"kv_session": "agent-0", "kv_turn_mode": "exact"}
+    assert own[3]["kv_keep"] == [0, 2]
     assert own[1]["kv_session"] == "agent-1" and {salt for *_, salt, _ in engine.sent} == {"s"}
     answered, sent_late = [one[3] for one in engine.sent[1:3]], engine.sent[3][3]
     assert sent_late - max(answered) > 0.15, "it thinks for 0.2 s"
@@ -235,7 +241,8 @@ def test_a_replay_with_own_answers_and_no_session(monkeypatch: pytest.MonkeyPatc
     engine, _, _ = run(monkeypatch, own_answers=True, turn_mode=None, concurrency=1)
     made = [prompt for prompt, *_ in engine.sent]
     assert made == [[1, 2, 3], [1, 2, 3, 50, 51, 4], [1, 2, 50, 51, 5], [7]]
-    assert all(params.own == {} for _, params, *_ in engine.sent) and engine.most == 1
+    assert [params.own for _, params, *_ in engine.sent] == [{}, {}, {"kv_keep": [0, 2]}, {}]
+    assert engine.most == 1
 
 
 def test_agreement_is_counted_up_to_the_first_difference() -> None:

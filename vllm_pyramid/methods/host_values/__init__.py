@@ -24,8 +24,10 @@ decided as without it.
 - **On CUDA** V lies in pinned memory and CUDA graphs are `PIECEWISE`; `FULL` and
   `FULL_DECODE_ONLY` are refused. Buffers are taken out of the cache's memory: twice V of
   `--max-model-len` and of `--max-num-batched-tokens` tokens in one layer, and 128 MiB. It ran once
-  (docs/gpu.md); the time of fetching rows was not measured. On the CPU both pools are host memory,
-  so it serves to measure quality.
+  (docs/gpu.md); the time of fetching rows was not measured. It is for room, not for speed: the
+  device holds nearly twice the tokens, and a step takes longer than one with V on the device
+  unless contexts are long (Llama 3 8B: some 34,000 tokens, counted in docs/design.md). On the CPU
+  both pools are host memory, so it serves to measure quality.
 - **Not with** policies that evict during generation, accumulate scores or thin prompts.
 """
 

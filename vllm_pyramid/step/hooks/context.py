@@ -55,6 +55,9 @@ class CopyStream(Protocol):
     def wait(self, mark: Any) -> None:
         """Let all that the step launches from now on run behind what was launched up to `mark`."""
 
+    def is_done(self, mark: Any) -> bool:
+        """Return whether what was launched up to `mark` has run."""
+
 
 class HostMemory:
     """Memory of the host that the device addresses, too: `[n]` uint8, zeros.

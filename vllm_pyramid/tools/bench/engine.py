@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_pyramid.policy.request_keys import RESUME
+from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import (
     Pages,
@@ -44,6 +45,8 @@ class Engine:
 
     def __init__(self, llm: Any, block_bytes: int) -> None:
         self.client = llm.llm_engine
+        settings = ServedSettings.of(self.client.vllm_config)
+        self.keeps_tools = settings is not None and settings.keep_tools
         self.scheduler = self.client.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         groups = self.scheduler.kv_cache_config.kv_cache_groups

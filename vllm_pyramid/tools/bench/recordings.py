@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
+from vllm_pyramid.frontend.chat_template import MarkedChat, template_spans
 from vllm_pyramid.tools.bench.talk import Turn
 
 CHATML = (
@@ -101,11 +102,13 @@ class _Path:
     Attributes:
         agent: the session that all of them branch from, and whose tools they have.
         turns: their numbers among the agent's, each with how many messages its prompt has.
+        fixed: tokens of a prompt before the first message, if the agent has tools.
     """
 
     agent: Session
     messages: list[Message]
     turns: list[tuple[int, int]]
+    fixed: int
 
 
 def read_sessions(path: Path) -> list[Session]:
@@ -274,7 +277,18 @@ class Tokeniser:
         if end < len(path.messages):
             most = min(most, len(self._encode(path.messages[end].answer)))
         wait = sum(message.wait for message in path.messages[begin:end])
-        return Turn(len(path.turns) + 1, before, shared, rest, length, max(2, most), wait)
+        if not turns and path.agent.tools:
+            path.fixed = self._fixed(path, path.messages[:end], text)
+        number = len(path.turns) + 1
+        return Turn(number, before, shared, rest, length, max(2, most), wait, path.fixed)
+
+    def _fixed(self, path: _Path, messages: Sequence[Message], text: str) -> int:
+        """Return how many tokens of a prompt come before the first message, as servers find it."""
+        marked = MarkedChat([message.rendered() for message in messages])
+        again = self._apply(path, marked.conversation, answer=True)
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = template_spans(marked.contents(again, text), found["offset_mapping"], 0)
+        return spans[1] if spans[:1] == [0] else 0
 
     def _behind(self, path: _Path, begin: int, earlier: str, text: str) -> str:
         """Return what a prompt has behind the answer to the prompt of `begin` messages."""
@@ -290,8 +304,11 @@ class Tokeniser:
         return closing + text[len(recorded) :]
 
     def _render(self, path: _Path, messages: Sequence[Message], *, answer: bool = False) -> str:
+        return self._apply(path, [message.rendered() for message in messages], answer=answer)
+
+    def _apply(self, path: _Path, messages: list[dict[str, Any]], *, answer: bool) -> str:
         text = self._tokenizer.apply_chat_template(
-            [message.rendered() for message in messages],
+            messages,
             tools=path.agent.tools,
             chat_template=self._template,
             add_generation_prompt=answer,
@@ -308,7 +325,7 @@ class Tokeniser:
 def _path(session: Session, paths: Mapping[str, _Path]) -> _Path:
     """Return a session's messages, and the turns of earlier sessions that it has too."""
     if session.branch_of is None:
-        return _Path(session, list(session.messages), [])
+        return _Path(session, list(session.messages), [], 0)
     base, after = paths[session.branch_of], session.after
     assert after is not None
     if after > len(base.messages):
@@ -317,7 +334,7 @@ def _path(session: Session, paths: Mapping[str, _Path]) -> _Path:
             f"{session.branch_of!r}, which has {len(base.messages)}"
         )
     turns = [(turn, end) for turn, end in base.turns if end < after]  # whose answers it has
-    return _Path(base.agent, [*base.messages[:after], *session.messages], turns)
+    return _Path(base.agent, [*base.messages[:after], *session.messages], turns, base.fixed)
 
 
 def _prompt_ends(messages: Sequence[Message], known: int) -> list[int]:

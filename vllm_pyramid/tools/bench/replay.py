@@ -102,10 +102,13 @@ class Replay:
         heapq.heappush(self._due, (due, next(self._order), agent, index, prompt))
 
     def _send(self, due: float, _: int, agent: _Agent, index: int, prompt: list[int]) -> None:
-        own = {}
+        own: dict[str, Any] = {}
         if self._turn_mode is not None:
             own = {"kv_session": f"agent-{agent.number}", "kv_turn_mode": self._turn_mode}
-        params = sampling(agent.turns[index].max_tokens, self._budget, **own)
+        turn = agent.turns[index]
+        if self._engine.keeps_tools and turn.fixed:
+            own["kv_keep"] = [0, turn.fixed]
+        params = sampling(turn.max_tokens, self._budget, **own)
         name = self._engine.send(prompt, params, self._salt)
         self._sent[name] = (agent, index, due)
         agent.prompts[index] = prompt

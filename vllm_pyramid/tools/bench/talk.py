@@ -40,6 +40,7 @@ class Turn:
         prompt_len: tokens of its prompt; with the engine's own answers, at most.
         max_tokens: of its answer.
         wait: seconds between the answer before it and the moment it is sent.
+        fixed: tokens before the first message, if the agent has tools: a server keeps them.
     """
 
     number: int
@@ -49,3 +50,4 @@ class Turn:
     prompt_len: int
     max_tokens: int
     wait: float
+    fixed: int = 0
