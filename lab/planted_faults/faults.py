@@ -62,10 +62,12 @@ FAULTS: dict[str, Fault] = {
         (
             Edit(
                 "vllm_pyramid/kv_cache/prefix_cache.py",
-                "        return [BlockHash(one + key) for one in found] if key else found\n",
+                "        return request.block_hashes[self._hashes_per_bundle - 1 :: "
+                "self._hashes_per_bundle]\n",
                 "        tokens = request.all_token_ids\n"
-                "        ends = range(self.tokens, self.tokens * len(found) + 1, self.tokens)\n"
-                "        return [BlockHash(repr(tokens[:end]).encode() + key) for end in ends]\n",
+                "        count = len(request.block_hashes) // self._hashes_per_bundle\n"
+                "        ends = range(self.tokens, self.tokens * count + 1, self.tokens)\n"
+                "        return [BlockHash(repr(tokens[:end]).encode()) for end in ends]\n",
             ),
         ),
     ),

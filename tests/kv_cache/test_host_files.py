@@ -7,7 +7,7 @@ import errno
 import os
 import pickle
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -89,6 +89,13 @@ class Server:
     def save(self, name: bytes, first: int, count: int = LAYERS, origin: Any = None) -> None:
         self.files.save(idle(name, first, count, origin))
 
+    def put(self, *bundles: tuple[bytes, int]) -> int:
+        """Save names from their first blocks on, do a step, and wait for the files."""
+        for name, first in bundles:
+            self.save(name, first)
+        self.step()
+        return self.written()
+
     def written(self) -> int:
         """Wait for all files; return how many could not be written."""
         failed = 0
@@ -157,9 +164,7 @@ def test_every_rank_gets_its_own_bytes_back(tmp_path: Path, ranks: dict[str, Any
     """Tensor-parallel ranks have other bytes of the same blocks, stages blocks of other layers."""
     first = Server(tmp_path, **ranks)
     before = [pages.clone() for pages in first.all_pages]
-    first.save(NAME, 0)
-    first.step()
-    assert first.written() == 0
+    assert first.put((NAME, 0)) == 0
     assert first.files.used_bytes == sum(path.stat().st_size for path in paths(tmp_path))
     first.killed()
     again = Server(tmp_path, **ranks)
@@ -182,10 +187,7 @@ def test_a_part_that_is_wrong_is_a_miss_for_all(
     tmp_path: Path, ranks: dict[str, Any], damage: str
 ) -> None:
     server = Server(tmp_path, **ranks)
-    for name, first in ((NAME, 0), (OTHER, 3)):
-        server.save(name, first)
-    server.step()
-    server.written()
+    server.put((NAME, 0), (OTHER, 3))
     one = Path(server.files._path(NAME))
     second = one.with_name(one.name + ".1")
     old = second.read_bytes()
@@ -198,9 +200,7 @@ def test_a_part_that_is_wrong_is_a_miss_for_all(
         second.write_bytes(one.read_bytes())
     else:  # the bytes of a bundle that was computed at another time are those of another batch
         server.files._drop(str(one))
-        server.save(NAME, 0)
-        server.step()
-        server.written()
+        server.put((NAME, 0))
         assert second.read_bytes() != old
         second.write_bytes(old)
     assert server.host.longest_prefix([NAME]) == 0
@@ -215,10 +215,7 @@ def test_a_part_that_is_wrong_is_a_miss_for_all(
 
 def test_what_one_rank_had_not_written_is_removed_at_the_next_start(tmp_path: Path) -> None:
     server = Server(tmp_path, ranks=2)
-    for name, first in ((NAME, 0), (OTHER, 3)):
-        server.save(name, first)
-    server.step()
-    server.written()
+    server.put((NAME, 0), (OTHER, 3))
     server.killed()
     Path(server.files._path(NAME)).unlink()
     again = Server(tmp_path, ranks=2)
@@ -226,9 +223,7 @@ def test_what_one_rank_had_not_written_is_removed_at_the_next_start(tmp_path: Pa
     assert len(paths(tmp_path)) == 2
     again.killed()
     other = Server(tmp_path, namespace="of one rank", limit=2000)  # it makes room
-    other.save(NAME, 0)
-    other.step()
-    assert other.written() == 0
+    assert other.put((NAME, 0)) == 0
     (left,) = paths(tmp_path)
     assert left.is_relative_to(other.files._own)
     other.killed()
@@ -236,9 +231,7 @@ def test_what_one_rank_had_not_written_is_removed_at_the_next_start(tmp_path: Pa
 
 def test_only_the_owner_reads(tmp_path: Path) -> None:
     server = Server(tmp_path / "new" / "folder")
-    server.save(NAME, 0)
-    server.step()
-    server.written()
+    server.put((NAME, 0))
     (path,) = paths(tmp_path / "new" / "folder")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
@@ -281,26 +274,14 @@ def later_format(path: Path) -> None:
     path.write_bytes(data)
 
 
-def another(path: Path) -> None:
-    """Write a good file of another bundle under this name."""
-    begin = bundle_file.BundleFile("one", bytes(32), LAYERS, None).begin()
-    bundle_file.write_file(str(path), begin, path.read_bytes()[-32 - 1536 : -32])
+def good_file_of(namespace: str, name: bytes, count: Any) -> Callable[[Path], None]:
+    """Return what writes a good file of another namespace, bundle or count under a file's name."""
 
+    def damage(path: Path) -> None:
+        begin = bundle_file.BundleFile(namespace, name, count, None).begin()
+        bundle_file.write_file(str(path), begin, path.read_bytes()[-32 - 1536 : -32])
 
-def elsewhere(path: Path) -> None:
-    begin = bundle_file.BundleFile("two", NAME, LAYERS, None).begin()
-    bundle_file.write_file(str(path), begin, path.read_bytes()[-32 - 1536 : -32])
-
-
-def fewer_blocks(path: Path) -> None:
-    begin = bundle_file.BundleFile("one", NAME, LAYERS - 1, None).begin()
-    bundle_file.write_file(str(path), begin, path.read_bytes()[-32 - 1536 : -32])
-
-
-def text_for_a_number(path: Path) -> None:
-    few: Any = str(LAYERS)
-    begin = bundle_file.BundleFile("one", NAME, few, None).begin()
-    bundle_file.write_file(str(path), begin, path.read_bytes()[-32 - 1536 : -32])
+    return damage
 
 
 def a_link(path: Path) -> None:
@@ -322,16 +303,16 @@ def a_folder(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(flip, cut, nearly_all, nothing, later_format, another, elsewhere, fewer_blocks),
-        *(text_for_a_number, a_link, too_large, a_folder),
+        *(flip, cut, nearly_all, nothing, later_format, a_link, too_large, a_folder),
+        pytest.param(good_file_of("one", bytes(32), LAYERS), id="another"),
+        pytest.param(good_file_of("two", NAME, LAYERS), id="elsewhere"),
+        pytest.param(good_file_of("one", NAME, LAYERS - 1), id="fewer blocks"),
+        pytest.param(good_file_of("one", NAME, str(LAYERS)), id="text for a number"),
     ],
 )
 def test_damage_is_a_miss(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     server = Server(tmp_path)
-    server.save(NAME, 0)
-    server.save(OTHER, 3)
-    server.step()
-    server.written()
+    server.put((NAME, 0), (OTHER, 3))
     assert server.page * LAYERS == 1536, "what the kinds of damage expect"
     (path,) = (path for path in paths(tmp_path) if path == Path(server.files._path(NAME)))
     damage(path)
@@ -349,9 +330,7 @@ def test_damage_is_a_miss(tmp_path: Path, damage: Any, caplog: pytest.LogCapture
 
 def test_half_a_file_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    server.save(NAME, 0)
-    server.step()
-    server.written()
+    server.put((NAME, 0))
     server.killed()
     (path,) = paths(tmp_path)
     half = path.with_name("00" + path.name[2:] + bundle_file.TEMPORARY)
@@ -364,17 +343,12 @@ def test_half_a_file_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
 def test_other_namespaces_are_not_read_and_go_first(tmp_path: Path) -> None:
     """Of another model or version; the limit is on all files together."""
     old = Server(tmp_path, namespace="old")
-    old.save(NAME, 0)
-    old.step()
-    old.written()
+    old.put((NAME, 0))
     size = old.files.used_bytes
     old.killed()
     new = Server(tmp_path, limit=2 * size)
     assert new.files.num_files == 1 and NAME not in new.host
-    for name, first in ((NAME, 0), (OTHER, 3)):
-        new.save(name, first)
-    new.step()
-    assert new.written() == 0
+    assert new.put((NAME, 0), (OTHER, 3)) == 0
     assert new.files.counters.evictions == 1
     assert all(path.is_relative_to(new.files._own) for path in paths(tmp_path))
     assert len(paths(tmp_path)) == 2
@@ -389,9 +363,7 @@ def test_the_least_recently_used_file_goes_first(tmp_path: Path) -> None:
     server.killed()
     server = Server(tmp_path, limit=3 * size)
     for name in names[:3]:
-        server.save(name, 0)
-        server.step()
-    server.written()
+        server.put((name, 0))
     assert server.host.longest_prefix(names[:1]) == 1  # it is read, so it is used
     server.save(names[3], 3)
     assert [name in server.files for name in names] == [True, False, True, True]
@@ -425,10 +397,7 @@ def test_a_full_disk_is_a_miss(
 
     server = Server(tmp_path)
     monkeypatch.setattr(bundle_file, "open", opened, raising=False)
-    for name, first in ((NAME, 0), (OTHER, 3)):
-        server.save(name, first)
-    server.step()
-    assert server.written() == 2
+    assert server.put((NAME, 0), (OTHER, 3)) == 2
     assert not paths(tmp_path)
     server.files.failed_to_write(2)
     monkeypatch.undo()
@@ -442,9 +411,7 @@ def test_a_folder_that_cannot_be_written_to(
 ) -> None:
     """Its files are read; what would be written is counted. (Tests may run as root.)"""
     server = Server(tmp_path)
-    server.save(NAME, 0)
-    server.step()
-    server.written()
+    server.put((NAME, 0))
     server.killed()
 
     def refuses(*args: Any, **kwargs: Any) -> None:
@@ -470,10 +437,8 @@ def test_what_waits_for_a_slow_disk_is_limited(
     names = [BlockHash(bytes([i]) * 32) for i in range(4)]
     server = Server(tmp_path)
     server.wait_in(HostMemory(2 * LAYERS * server.page))
-    for name in reversed(names):  # the deepest become idle first
-        server.save(name, 0)
-    server.step()
-    assert server.written() == 2
+    # The deepest become idle first.
+    assert server.put(*((name, 0) for name in reversed(names))) == 2
     assert [server.host.longest_prefix([name]) for name in names] == [1, 1, 0, 0]
     server.killed()
 

@@ -22,10 +22,7 @@ def _with_files(folder: Path, names: list[BlockHash]) -> Server:
     """An engine that has written a file for each bundle."""
     server = Server(folder)
     server.wait_in(HostMemory(2**20))
-    for name in names:
-        server.save(name, 0)
-    server.step()
-    server.written()
+    server.put(*((name, 0) for name in names))
     return server
 
 
@@ -52,9 +49,7 @@ def test_files_are_counted_in_steps_and_looked_up_before(
     again.written()
     assert again.files.num_files == 21
     assert again.files.used_bytes == sum(path.stat().st_size for path in paths(tmp_path))
-    again.save(BlockHash(bytes([99]) * 32), 3)  # now the limit holds again
-    again.step()
-    assert again.written() == 0
+    assert again.put((BlockHash(bytes([99]) * 32), 3)) == 0  # now the limit holds again
     assert len(paths(tmp_path)) == 10 == again.files.num_files
     assert again.files.used_bytes == sum(path.stat().st_size for path in paths(tmp_path))
     assert names[0] in again.files and BlockHash(bytes([99]) * 32) in again.files
@@ -71,9 +66,7 @@ def test_what_is_remembered_of_files_is_bounded(
     server = Server(tmp_path)
     server.wait_in(HostMemory(2**20))
     for index, name in enumerate(names):
-        server.save(name, 0)
-        server.step()
-        server.written()
+        server.put((name, 0))
         os.utime(server.files._path(name), (1000 + index, 1000 + index))
         assert len(server.files._known) <= 4
     assert all(name in server.files for name in names) and server.files.num_files == 24
