@@ -306,6 +306,7 @@ def model_config(text: Any, head_size: int = 128, **changes: Any) -> dict[str, A
         "get_head_size": lambda: head_size,
         "hf_text_config": text,
         "is_mm_prefix_lm": False,
+        "skip_tokenizer_init": True,
     }
     cache = {"cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False}
     return {
