@@ -215,7 +215,7 @@ def test_a_burst_is_served_without_preemptions(
     assert totals["ordered_evictions"] == sum(map(len, levels))
     assert set(totals["requests_by_level"].values()) == {0}
     assert all(sum(of_level.values()) <= running for running, of_level in counts)
-    for name in ("whole", "50%", "25%", "lowest"):
+    for name in ("whole", "50%", "25%", "headroom", "lowest"):
         assert any(of_level[name] for _, of_level in counts), name
     assert any(levels) and all(len(one.token_ids) == 40 for one in found)
     assert len({budget for one in levels for budget in one}) >= 2, "one level alone"
