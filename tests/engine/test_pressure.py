@@ -140,7 +140,7 @@ def _survivors(engine: Engine) -> Iterator[dict[tuple[int, int], list[torch.Tens
         for layer in own.layers.tolist():
             places = torch.arange(int(point.skip[layer]), point.computed)
             table = torch.tensor(blocks[layer])[places // size - int(skip[layer]) // size]
-            caches = late._caches[layer][1]
+            caches = late._caches[own.caches][1]
             found[age, layer] = [cache[table, :, places % size].clone() for cache in caches]
         return left
 
