@@ -255,6 +255,7 @@ class Worker:
                 ),
             ),
             whole_graphs=lambda: graphs,
+            at_step_end=lambda: self.joins,
             host_memory=lambda count: SimpleNamespace(
                 bytes=device.put(torch.zeros(count, dtype=torch.uint8)),
                 release=lambda: None,

@@ -104,7 +104,7 @@ def use_attention_of_cuda(name: str) -> None:
         reference.reshape_and_cache(key, value, *caches, slots, **names)
 
     # As on CUDA: all layers are evicted at a step's end.
-    layer_binding.evicts_at_step_end = layer_binding.are_one_memory
+    layer_binding.evicts_at_step_end = lambda caches, policy: layer_binding.are_one_memory(caches)
     triton_attn.triton_reshape_and_cache_flash = rounded
     write_rows = triton_attn.triton_reshape_and_cache_flash_per_token_head_quant
 

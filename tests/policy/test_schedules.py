@@ -175,17 +175,24 @@ def test_prompts_that_stay_are_shared() -> None:
     prompt_len=st.integers(0, 2000),
     budget=st.one_of(st.integers(17, 600), st.sampled_from(["1%", "12%", "30%", "100%"])),
     levels=st.sets(st.sampled_from(["90%", "60%", "50%", "25%", "20%"])),
+    headroom=st.sampled_from([1.0, 1.5, 3.0]),
     allocator=st.sampled_from(["uniform", "arithmetic"]),
     layers=st.integers(1, 9),
 )
 def test_levels_are_nested_and_end_at_the_floor(
-    prompt_len: int, budget: int | str, levels: set[str], allocator: str, layers: int
+    prompt_len: int,
+    budget: int | str,
+    levels: set[str],
+    headroom: float,
+    allocator: str,
+    layers: int,
 ) -> None:
     """An order to each level is an eviction to its budget; the last one is the policy's own."""
     args = {"allocator": allocator, "window": 16}
     falling = sorted(levels, reverse=True)
-    under_pressure = {**args, "schedule": "pressure", "schedule.levels": falling}
-    policy = load_policy("snapkv", budget, under_pressure)
+    under_pressure = {"schedule": "pressure", "schedule.levels": falling}
+    under_pressure |= {"schedule.headroom": headroom}
+    policy = load_policy("snapkv", budget, {**args, **under_pressure})
     plan, always = (
         policy.plan(prompt_len, layers, 16),
         plan_of("snapkv", budget, args, prompt_len, layers, 16),
@@ -196,13 +203,17 @@ def test_levels_are_nested_and_end_at_the_floor(
     assert isinstance(plan, LevelPlan) and plan.evicts and plan.untouched is None
     assert not plan.skip_after(plan.evictions_by(prompt_len + 100)).any()
     skips = [level.skip for level in plan.levels]
-    assert (skips[-1] == always.end.skip).all() and len(skips) <= 1 + len(levels)
+    assert (skips[-1] == always.end.skip).all() and len(skips) <= 2 + len(levels)
     for before, after in pairwise([plan.end.skip, *skips]):
         assert (before <= after).all() and (before < after).any()
-    every = [
-        load_policy("snapkv", one, args).plan(prompt_len, layers, 16).end.skip for one in falling
+    counted = int(headroom * always.end.budget_tokens)
+    *every, near = [
+        load_policy("snapkv", one, args).plan(prompt_len, layers, 16).end.skip
+        for one in (*falling, counted)
     ]
-    assert all(any((skip == one).all() for one in every) for skip in skips[:-1])
+    is_level = near.any() and (near <= skips[-1]).all() and (near < skips[-1]).any()
+    assert (plan.counted().end.skip == (near if is_level else skips[-1])).all()
+    assert all(any((skip == one).all() for one in [*every, near]) for skip in skips[:-1])
     ordered = plan.ordered([(prompt_len, level) for level in range(len(skips))])
     for number, skip in enumerate(skips, 1):
         assert (ordered.skip_after(number) == skip).all()
@@ -251,8 +262,8 @@ def test_orders_of_answers_never_give_a_slot_twice(
         assert found.budget_tokens == -(-int(found.keep.sum()) // 5)
         skip = found.skip
     assert not plan.estimate().every, "whoever starts again holds all of it first"
-    least = plan.least()
+    counted = plan.counted()
     assert (
-        least.skip_after(least.evictions_by(prompt_len + computed)) <= computed + prompt_len
+        counted.skip_after(counted.evictions_by(prompt_len + computed)) <= computed + prompt_len
     ).all()
-    assert least.every == answers and least.prompt_len == prompt_len
+    assert counted.every == answers and counted.prompt_len == prompt_len

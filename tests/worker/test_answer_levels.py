@@ -11,8 +11,10 @@ import torch
 
 from tests.pretended_device import PretendedDevice, data_of
 from tests.shifted_worker import BLOCK, LAYERS, SIZE, Host, Worker, launch_tables, marks_of, order
+from vllm_pyramid.attention import step_end
 from vllm_pyramid.plan import LevelPlan, PlanMismatchError
 from vllm_pyramid.policy import Policy, load_policy
+from vllm_pyramid.step import eviction_memory
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import LayerHooks, WorkerContext
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
@@ -97,7 +99,7 @@ def _check(worker: Worker, late: AnswerLevels, queries: Queries, name: str, poin
     skip = levels.skip.tolist()
     for layer, marks in of_layers.items():
         expected = _expected(worker, queries, name, layer, point, skip)
-        assert levels.count == len(expected) == 2
+        assert levels.count == len(expected) >= 2
         for level, kept in enumerate(expected):
             rows = marks > level
             assert [row.nonzero().flatten().tolist() for row in rows] == kept, (layer, level)
@@ -184,31 +186,49 @@ def test_a_request_without_a_place_keeps_its_levels(monkeypatch: pytest.MonkeyPa
     _check(worker, late, queries, "c", 141)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "auto", "streaming-llm", "keydiff"])
-def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """Points neither wait nor evict, on a device as on the host; steps that keep queries say so."""
+def _to_second_point(worker: Worker, late: AnswerLevels) -> list[bool]:
+    """Order one request behind the first point; return which steps up to there kept queries."""
+    worker.step(PROMPTS)
     eager = []
-    with PretendedDevice() as device:
-        launch_tables(monkeypatch, device)
-        worker, late, _ = _worker(_policy(policy), device)
-        worker.step(PROMPTS)
-        for _ in range(EVERY + 2):
-            requests = [worker.tracker._requests[name] for name in PROMPTS]
-            eager.append(late.without_graphs(requests, np.zeros(len(requests), np.int64)))
-            worker.step(dict.fromkeys(PROMPTS, 1))
-    assert device.waits == []
-    kept = late._queries.count
-    assert eager == [False] * (EVERY - kept) + [True] * kept + [False] * 2
-    monkeypatch.undo()
+    for count in range(2 * EVERY):
+        requests = [worker.tracker._requests[name] for name in PROMPTS]
+        eager.append(late.without_graphs(requests, np.zeros(len(requests), np.int64)))
+        worker.step(dict.fromkeys(PROMPTS, 1))
+        if count == EVERY:
+            order(worker, late, "c", [(PROMPTS["c"] + EVERY, 0)])
+    return eager[: EVERY + 2]
+
+
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize("policy", ["snapkv", "auto", "streaming-llm", "keydiff"])
+def test_layers_are_scored_together_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, policy: str, in_pieces: bool
+) -> None:
+    """Their levels are those of layers one by one; no step waits; which keep queries, is told."""
     host = Host()
     launch_tables(monkeypatch, host)
     same, on_host, _ = _worker(_policy(policy), host, copies=False)
-    same.step(PROMPTS)
-    for _ in range(EVERY + 2):
-        same.step(dict.fromkeys(PROMPTS, 1))
+    _to_second_point(same, on_host)
+    assert {len(one.layers) for one in on_host._requests["a"].marks} == {1}
+    if in_pieces:  # of a few rows, and requests whose queries do not wait
+        monkeypatch.setattr(eviction_memory, "SCORES_BYTES", 4 * 2 * 300)
+        monkeypatch.setattr(step_end, "QUERIES_BYTES", 1)
+    with PretendedDevice() as device:
+        launch_tables(monkeypatch, device)
+        worker, late, _ = _worker(_policy(policy), device, at_step_end=True)
+        eager, waits = _to_second_point(worker, late), list(device.waits)
+        losses = late.take_losses()  # read back
+    assert worker.joins and waits == []
+    groups = [len(one.layers) for one in late._requests["a"].marks]
+    assert sum(groups) == LAYERS and (in_pieces or groups == [LAYERS])
+    kept = late._queries.count
+    assert eager == [False] * (EVERY - kept) + [True] * kept + [False] * 2
     assert torch.equal(same.cache, worker.cache)
-    for name in PROMPTS:
-        assert on_host._requests[name].point == late._requests[name].point == PROMPTS[name] + EVERY
+    same_losses = on_host.take_losses()
+    assert set(losses) == set(same_losses) == set(PROMPTS)
+    for name, (point, shares) in losses.items():
+        assert point == PROMPTS[name] + 2 * EVERY
+        assert (point, pytest.approx(shares, abs=1e-6)) == same_losses[name]
         same_marks = marks_of(late, name)
         for layer, marks in marks_of(on_host, name).items():
             assert torch.equal(marks, same_marks[layer])

@@ -24,7 +24,7 @@ from vllm_pyramid.attention.per_head.lane_tables import LaneTables
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.step.hooks import LAYER_HOOKS
 from vllm_pyramid.worker import adapter, adapter_v2, layer_binding, worker_layers
@@ -210,7 +210,7 @@ def test_a_pipeline_stage_binds_its_own_layers(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(PipelineSync, "layers_of_all", of_two_stages)
     monkeypatch.setattr(StockRunner, "own", NAMES[1:])
-    monkeypatch.setattr(layer_binding, "evicts_at_step_end", lambda caches: True)
+    monkeypatch.setattr(layer_binding, "evicts_at_step_end", lambda caches, policy: True)
     runner = Runner()
     assert runner.pyramid.tracker.num_layers == len(NAMES)
     groups = make_groups()
@@ -236,8 +236,10 @@ def test_layers_are_evicted_together_where_their_caches_are_one_memory() -> None
     cache = torch.zeros(4, 2)
     assert layer_binding.are_one_memory([cache, cache.view(2, 4)])
     assert not layer_binding.are_one_memory([cache, cache.clone()])
-    assert not layer_binding.evicts_at_step_end([cache])  # on the CPU
-    assert not layer_binding.evicts_at_step_end([])  # a stage whose layers evict nothing
+    always, levels = (load_policy("auto", args={"schedule": s}) for s in ("prompt_end", "pressure"))
+    assert not layer_binding.evicts_at_step_end([cache], always)  # on the CPU
+    assert layer_binding.evicts_at_step_end([cache], levels)
+    assert not layer_binding.evicts_at_step_end([], levels)  # a stage whose layers evict nothing
 
 
 def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:

@@ -32,6 +32,7 @@ from vllm_pyramid.methods.pages.worker import PageSelector
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import WorkerContext
+from vllm_pyramid.worker.answer_levels import AnswerLevels
 from vllm_pyramid.worker.late_evictions import LateEvictions
 
 pytestmark = pytest.mark.cpu
@@ -150,6 +151,34 @@ def test_launches_of_levels_and_orders(name: str, monkeypatch: pytest.MonkeyPatc
     print(dict(of_levels), dict(of_order))
     assert of_levels["select"] == 3 and LAYERS < of_levels.total() <= 110
     assert of_order["compact"] == 1 and of_order.total() <= 20
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_launches_of_levels_of_an_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 75, and 32 that copy queries, more than a step that keeps a query: 64 of these."""
+    args = {"schedule": "pressure", "schedule.answers": 64, "min_tokens": 0}
+    args |= {"window": POLICIES[name].window}
+    policy, made = load_policy(POLICIES[name].name, "20%", args=args), list[AnswerLevels]()
+
+    def late(context: WorkerContext) -> AnswerLevels:
+        made.append(AnswerLevels(policy, context))
+        return made[0]
+
+    counts, more = [], {"layers": LAYERS, "spare": LAYERS * 64, "at_step_end": True}
+    with CountingDevice() as device:
+        launch_tables(monkeypatch, device)
+        worker = Worker(policy, device, {"a": 190}, 64, more=[late], **more)
+        worker.step({"a": 190})
+        for _ in range(64):
+            device.counts = Counter()
+            worker.step({"a": 1})
+            counts.append(device.counts)
+    assert device.waits == [] and worker.failed == {} and made[0]._requests["a"].point == 254
+    print(dict(counts[-2]), dict(counts[-1]))
+    assert counts[0].total() == 0 and counts[-2].total() <= 2 * LAYERS + 1
+    of_levels = counts[-1] - counts[-2]
+    assert of_levels["index_select"] >= LAYERS and of_levels["select"] == 3
+    assert LAYERS < of_levels.total() <= LAYERS + 75
 
 
 # The choice of pages ------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def evict_layer(
         chosen = np.arange(len(wanted.request_ids)) if only is None else only
         for piece in wanted.pieces(inputs, chosen):
             score_batch(wanted.batch(inputs, policy, piece), method)
+        return
     decided, shortened = evictions.decided, evictions.shortened(inputs.layer)
     if only is not None:
         decided = np.intersect1d(decided, only).tolist()
@@ -96,7 +97,11 @@ def taken_scores(
             evictions.request_ids, what, error, peers_wait=method.asks_ranks
         )
         return None
-    return None if wanted is None else (method, wanted)
+    if wanted is None:
+        return None
+    if wanted is not evictions and evictions.shortened_anywhere().size:
+        raise RuntimeError("a step evicts requests, and others are scored; report this")
+    return method, wanted
 
 
 def score_batch(batch: EvictionBatch, method: EvictionHooks) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evictions of all layers once a step, on devices where a launch costs more than what it does.
+"""Evictions of all layers once a step, where a launch costs more than what it does.
 
     each layer       attention; the last queries of the requests that end are copied: one launch
     the last layer   score, check, select, compact: a few launches for all layers and requests;
@@ -129,8 +129,6 @@ class StepEndEviction:
         self._taking = taken_scores(self.hooks, evictions)
         scored, wanted = evictions, evictions.shortened_anywhere()
         if self._taking is not None:
-            if wanted.size:
-                raise RuntimeError("a step evicts requests, and others are scored; report this")
             _, scored = self._taking
             wanted = np.arange(len(scored.request_ids))
         heads = query[0].numel() * query.element_size() if len(query) else 0

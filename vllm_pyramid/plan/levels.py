@@ -67,7 +67,7 @@ class LevelPlan(RetentionPlan):
         longer: Callable[[int], RetentionPlan] | None = None,
     ) -> RetentionPlan:
         """Build the plan of a prompt, from its end with all tokens kept, and levels from the most
-        to the fewest.
+        to the fewest; the last but one is what a request counts before others start.
 
         A level is left out if it gives nothing back, as much as the one behind it, or if some layer
         keeps less than there. If even the last level, the floor, gives nothing back and answers get
@@ -107,11 +107,12 @@ class LevelPlan(RetentionPlan):
         """Return the plan that keeps the least of the prompt: what it can be reduced to."""
         return RetentionPlan((_floor(self),))
 
-    def least(self) -> RetentionPlan:
-        """Return the plan that keeps the least, of answers too: the most that orders can evict."""
+    def counted(self) -> RetentionPlan:
+        """Return the plan by which admission counts a request, of answers too."""
+        plan = RetentionPlan((_counted(self),))
         if not self.answers:
-            return self.estimate()
-        return self.estimate().repeated(self.answers, lambda at: _floor(self._of_length(at)))
+            return plan
+        return plan.repeated(self.answers, lambda at: _counted(self._of_length(at)))
 
     def point_by(self, computed: int) -> int:
         """Return the last point at which tokens get levels, at most `computed` tokens on."""
@@ -154,6 +155,13 @@ class LevelPlan(RetentionPlan):
 
 def _floor(plan: LevelPlan) -> EvictionPoint:
     return plan.levels[-1] if plan.levels else plan.end
+
+
+def _counted(plan: LevelPlan) -> EvictionPoint:
+    """Return the level next to the floor, or the floor where that one has no effect."""
+    if len(plan.numbers) > 1 and plan.numbers[-2] + 1 == plan.numbers[-1]:
+        return plan.levels[-2]
+    return _floor(plan)
 
 
 def _beyond(level: EvictionPoint, skip: IntArray) -> EvictionPoint:

@@ -101,9 +101,14 @@ def _level_plan(
     computed by then are a prompt.
     """
     assert isinstance(floor, RetentionPlan), "refused by `Heads.works_with_orders` and its like"
+    counted = max(int(policy.schedule.counts_budgets * floor.end.budget_tokens), 1)
     plans = (
         end_plan(policy, floor.prompt_len, num_layers, block_size, share, spans)
-        for share in (Budget(tokens=max(floor.prompt_len, 1)), *policy.schedule.budgets_above)
+        for share in (
+            Budget(tokens=max(floor.prompt_len, 1)),
+            *policy.schedule.budgets_above,
+            Budget(tokens=counted),
+        )
     )
     whole, *levels = [plan.estimate().end for plan in plans]
 

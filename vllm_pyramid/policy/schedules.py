@@ -67,6 +67,11 @@ class Schedule(Component):
         return ()
 
     @property
+    def counts_budgets(self) -> float:
+        """How many times its budget a request counts where admission asks whether all fit."""
+        return 1.0
+
+    @property
     def levels_every(self) -> int:
         """Generated tokens after which orders may evict them, too; 0: they evict prompts alone."""
         return 0
@@ -185,12 +190,15 @@ class PressureSchedule(Schedule):
 
     Attributes:
         levels: budgets above the policy's own, as shares of the prompt.
+        headroom: prompts start while all requests fit at this many times their budgets, which is
+            one more level. Requests fall below it where blocks are missing all the same.
         answers: generated tokens after which all tokens of a request get levels again, scored by
             the last queries; budgets are then of the tokens so far. 0: answers are not evicted.
     """
 
     kind: Literal["pressure"] = "pressure"
     levels: tuple[str, ...] = ("50%", "25%")
+    headroom: float = Field(default=1.5, ge=1.0, le=100.0)
     answers: int = Field(default=0, ge=0)
 
     @field_validator("levels")
@@ -205,6 +213,10 @@ class PressureSchedule(Schedule):
     @property
     def waits_for_orders(self) -> bool:
         return True
+
+    @property
+    def counts_budgets(self) -> float:
+        return self.headroom
 
     @property
     def levels_every(self) -> int:

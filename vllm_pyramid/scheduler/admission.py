@@ -263,6 +263,10 @@ class Admission:
         """Write the numbers of a request that may start."""
         least, most = answer_bounds(request, self._max_model_len)
         own_plan, plan = plan, plan.estimate()
+        reduced = plan
+        if isinstance(own_plan, LevelPlan):
+            reduced = own_plan.counted()
+            plan = RetentionPlan((reduced.end,))
         # All pieces but the last, which is the rest, are as long as the first; so are chunks.
         chunk = min([self._longest_chunk, *(piece.tokens for piece in plan.pieces[:1])])
         most_in_step = 0
@@ -283,7 +287,6 @@ class Admission:
         given_back: Numbers | int = self._given_back(plan, plan.end_number)
         if own_plan.is_deferred:  # until the worker reports
             given_back = least_given_back(own_plan, self._coordinator.layer_blocks.block_sizes)
-        reduced = own_plan.least() if isinstance(own_plan, LevelPlan) else plan
         bound = self._bound(reduced, prompt_len + most - 1)
         self.table.put(
             request.request_id,

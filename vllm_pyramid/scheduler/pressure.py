@@ -58,7 +58,7 @@ class Pressure(SchedulerHooks):
         steps_ahead: int,
         tokens_per_step: int,
     ) -> None:
-        self._names = ("whole", *levels, "lowest")
+        self._names = ("whole", *levels, "headroom", "lowest")
         self._coordinator, self.blocks = coordinator, OrderedBlocks(coordinator)
         self._ahead = steps_ahead * tokens_per_step
         stages = coordinator.layer_blocks.stages

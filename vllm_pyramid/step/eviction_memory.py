@@ -165,13 +165,17 @@ class EvictionMemory:
         return max(found) + self.policy.scorer.workspace_bytes
 
     def bytes_of_queries(self) -> int:
-        """Return the bytes of queries that wait for a step's end, and of their copy, as float32."""
+        """Return the bytes of queries that wait for a step's end, and of their copy, as float32.
+
+        Points in answers may come in the step in which prompts end.
+        """
         queries = queries_at_step_end(self.policy, self.traces) if self.at_step_end else None
         if not queries:
             return 0
         size = max(spec.head_size for spec in self.specs)
         of_each = len(self.specs) * queries * self.num_heads * size * 4
-        return 2 * max(of_each, min(QUERIES_BYTES, self.requests * of_each))
+        parts = 3 if self.policy.schedule.levels_every else 2
+        return parts * max(of_each, min(QUERIES_BYTES, self.requests * of_each))
 
     def bytes_of_kernels(self) -> int:
         """Return the bytes of the C++ kernels' scratch, a quarter larger than they ask for."""

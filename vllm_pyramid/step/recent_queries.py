@@ -142,8 +142,12 @@ class RecentQueries:
 
     def of(self, layer: int, slots: Sequence[int]) -> torch.Tensor:
         """Return one layer's queries in slots, `[len(slots), Q, H, D]`."""
-        memory = self._memory[layer].unflatten(0, (self.num_slots, self.count))
+        memory = self.of_layer(layer).unflatten(0, (self.num_slots, self.count))
         return memory.index_select(0, upload(np.array(slots, np.int64), memory.device))
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        """Return one layer's queries in all slots, one after another: `[S * Q, H, D]`."""
+        return self._memory[layer]
 
     def forget(self, name: str, point: int | None = None) -> None:
         """Free the slot of a request; with `point`, only if it is for the queries before that."""

@@ -197,7 +197,9 @@ class StepEvictions:
                 query_ends=upload(self.query_ends[shortened], device),
                 keeps=upload(np.ascontiguousarray(self.kept_lens[:, shortened]), device),
                 first_blocks=(
-                    upload(first_blocks.astype(np.int64), device) if first_blocks.any() else None
+                    upload(np.ascontiguousarray(first_blocks, np.int64), device)
+                    if first_blocks.any()
+                    else None
                 ),
                 lens=upload(np.ascontiguousarray(lens), device),
                 dead_prefixes=upload(np.ascontiguousarray(dead_prefixes), device),

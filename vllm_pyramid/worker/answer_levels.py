@@ -6,7 +6,8 @@
 
 At a point all tokens of a request get levels, as at a prompt's end: they are scored by their last
 `q` queries. A decode step has one query, so layers keep those of the steps before a point
-(`RecentQueries`). A request that finds no slot keeps the levels that it has.
+(`RecentQueries`). A request that finds no slot keeps the levels that it has. Layers are scored
+together at the step's end where prompts are.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.attention.evict import score_batch
+from vllm_pyramid.attention.evict import evict_layer
+from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.plan import IntArray, LevelPlan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, WorkerContext
+from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, MethodHooks, WorkerContext
 from vllm_pyramid.step.recent_queries import Copies, RecentQueries
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.step_evictions import StepEvictions
@@ -45,7 +47,8 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
         self._ends: dict[str, int] = {}  # tokens computed behind the latest step of a request
         self._before, self._behind = Copies(), Copies()  # made before the step scores, and then
         self._scored: list[StepEvictions] = []
-        self._of_scored: list[int] = []  # their slots
+        self._alone, self._is_at_step_end = MethodHooks([self]), context.at_step_end
+        self._step_end = StepEndEviction.of(policy, self._alone, context.num_layers)
 
     def bytes_of_buffers(self) -> int:
         return self._queries.num_bytes
@@ -82,8 +85,7 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
             if keeps[row]:
                 keep(step, row, point + self._every, self._behind)
         if rows:
-            self._of_scored = slots
-            self._scored = self._evictions_at(step, rows, counts[rows] * self._every)
+            self._scored = self._evictions_at(step, rows, slots, counts[rows] * self._every)
 
     def _points(self, step: Step) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Return how many points requests have behind a step, and which come to one in it."""
@@ -96,9 +98,12 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
         return bool(self._points(step)[1].any())
 
     def _evictions_at(
-        self, step: Step, rows: list[int], generated: np.ndarray
+        self, step: Step, rows: list[int], slots: list[int], generated: np.ndarray
     ) -> list[StepEvictions]:
-        """Return what requests would evict at each level of the points to which they come."""
+        """Return what requests would evict at each level of the points to which they come.
+
+        `slots` have their queries, which end where their slots do.
+        """
         records = [step.requests[row] for row in rows]
         previous = step.skips[:, rows]
         levels = []
@@ -109,13 +114,13 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
         has = [index for index, own in enumerate(levels) if own]
         if not has:
             return []
-        self._of_scored, previous = [self._of_scored[i] for i in has], previous[:, has]
+        previous, ends = previous[:, has], (np.array(slots)[has] + 1) * self._queries.count
         records, levels = [records[i] for i in has], [levels[i] for i in has]
         first = [own[0] for own in levels]
         evictions = StepEvictions(
             request_ids=[record.request_id for record in records],
             rows=np.array(rows)[has],
-            query_ends=((np.arange(len(has)) + 1) * self._queries.count).astype(np.int32),
+            query_ends=ends.astype(np.int32),
             query_lens=np.full(len(has), self._queries.count, np.int32),
             prompt_lens=step.prompt_lens[rows][has],
             points=np.array([point.computed for point in first], np.int32),
@@ -136,12 +141,18 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
         """Keep queries of one layer, and level the tokens of requests that come to a point."""
         self._queries.copy(inputs, self._before)
         if self._scored:
-            query = self._queries.of(inputs.layer, self._of_scored).flatten(0, 1)
-            batch = replace(inputs.batch, query=query)
+            batch = replace(inputs.batch, query=self._queries.of_layer(inputs.layer))
             at_point, first = replace(inputs, batch=batch, log_sum_exp=None), self._scored[0]
-            for piece in first.pieces(at_point, np.arange(len(first.request_ids))):
-                score_batch(first.batch(at_point, self._policy, piece), self)
+            if self._step_end is not None and self._is_at_step_end():
+                self._step_end.add_layer(at_point, first, None, lambda call: (call,))
+            else:
+                evict_layer(self._policy, at_point, first, self._alone)
         self._queries.copy(inputs, self._behind)
+
+    def wants_scores(self, evictions: StepEvictions) -> StepEvictions | None:
+        """Return the requests whose prompts end in this step, or those that come to points."""
+        is_behind = bool(self._scored) and evictions is self._scored[0]
+        return evictions if is_behind else super().wants_scores(evictions)
 
     def take_scores(self, batch: EvictionBatch, scores: torch.Tensor) -> None:
         """Level the tokens of requests at their prompts' ends, or at points behind them."""

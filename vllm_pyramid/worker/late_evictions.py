@@ -10,7 +10,7 @@
 What a level keeps is what an eviction to its budget keeps at the prompt's end, in every KV head.
 With `AnswerLevels` further points follow, which are as a prompt's end.
 
-A device takes all layers together, the CPU one after the other (`attention/step_end.py`).
+All layers are taken together (`attention/step_end.py`), unless their caches differ.
 
 Shape legend: S rows of requests and layers, G KV heads of this rank, K layers, n tokens that they
 hold of a request, at most.

@@ -48,6 +48,7 @@ class LayerBinding:
         self._config, self._get_model, self._layers = config, get_model, layers
         self._tracker, self._tables, self._ranks = tracker, tables, ranks
         self._traces = traces
+        self.at_step_end = False  # whether layers are evicted together
 
     def bind(self, attn_groups: Sequence[Sequence[Any]], trace: TraceWriter | None) -> None:
         """Give the metadata builders and attention of every layer that evicts their context.
@@ -62,8 +63,8 @@ class LayerBinding:
         tracker = self._tracker
         deferred = DeferredEviction.of(tracker.policy, tracker.hooks, self._layers.num_tables)
         caches = [attention_layer(self._config, name).kv_cache for name in self._layers.evicting]
-        step_end = None
-        if evicts_at_step_end(caches):
+        step_end, self.at_step_end = None, evicts_at_step_end(caches, tracker.policy)
+        if self.at_step_end:
             step_end = StepEndEviction.of(
                 *(tracker.policy, tracker.hooks, len(caches) * self._layers.tables_per_layer),
                 tables_per_layer=self._layers.tables_per_layer,
@@ -153,12 +154,14 @@ class LayerBinding:
         ]
 
 
-def evicts_at_step_end(caches: Sequence[torch.Tensor]) -> bool:
+def evicts_at_step_end(caches: Sequence[torch.Tensor], policy: Policy) -> bool:
     """Return whether all layers are evicted at a step's end, where their policy allows it.
 
-    That pays where launches are dear, so not on the CPU.
+    That pays where launches are dear: on devices, and on the CPU for levels, which are many small
+    operations.
     """
-    return are_one_memory(caches) and caches[0].device.type != "cpu"
+    pays = policy.schedule.waits_for_orders or any(one.device.type != "cpu" for one in caches)
+    return pays and are_one_memory(caches)
 
 
 def are_one_memory(caches: Sequence[torch.Tensor]) -> bool:

@@ -39,7 +39,8 @@ class WorkerMemory:
         self._config, self._layers, self._hooks = config, layers, hooks.cache
         self._settings, self._device = settings, device
         self._gathers = bool(hooks.after_compact)
-        self._at_step_end = device.type != "cpu" and not hooks.in_evictions
+        together = device.type != "cpu" or settings.policy.schedule.waits_for_orders
+        self._at_step_end = together and not hooks.in_evictions
         self._followers = hooks.copy_blocks
         self._tables = tables
 

@@ -117,6 +117,7 @@ class WorkerRuntime:
             table=self.tables.of_layer,
             tables_per_layer=self.layers.tables_per_layer,
             whole_graphs=partial(captures_decode_steps, config),
+            at_step_end=lambda: self.binding.at_step_end,
         )
         hooks = policy.worker_hooks(context)
         self.late: LateEvictions | None = None

@@ -99,6 +99,7 @@ class WorkerContext:
         tables_per_layer: block tables of a layer; its KV heads if each has one.
         whole_graphs: returns whether vLLM captures graphs of whole decode steps, which it decides
             before it allocates a cache.
+        at_step_end: returns whether layers are evicted together, known once they are bound.
     """
 
     config: VllmConfig
@@ -116,6 +117,7 @@ class WorkerContext:
     inside: bool = False
     tables_per_layer: int = 1
     whole_graphs: Callable[[], bool] = lambda: False
+    at_step_end: Callable[[], bool] = lambda: False
 
     @property
     def num_layers(self) -> int:

@@ -66,7 +66,8 @@ class EvictionHooks(WorkerHooks):
         """Return requests of a step that are to be scored and not evicted; None: there are none.
 
         No request of the step is evicted then. Called where `take_scores` is overridden, by one
-        method at most.
+        method at most. A hook may have requests of its choice scored by these functions, too, and
+        returns them as they are (`AnswerLevels`).
         """
         raise NotImplementedError
 
