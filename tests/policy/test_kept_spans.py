@@ -214,10 +214,10 @@ def test_each_level_keeps_a_share_of_the_rest() -> None:
     served = ServedRequest(policy, keep=((100, 300), (900, 1000)))
     plan, rest = served.plan(1000, 4, 16), policy.plan(1000 - 284, 4, 16)
     assert isinstance(plan, LevelPlan) and isinstance(rest, LevelPlan)
-    assert len(plan.levels) == len(rest.levels) == 3 and plan.end.protected == 284
+    assert len(plan.levels) == len(rest.levels) == 4 and plan.end.protected == 284
     for level, usual in zip(plan.levels, rest.levels, strict=True):
         check_point(policy, served.keep, level, usual)
-    assert [level.budget_tokens for level in plan.levels] == [358, 179, 86]
+    assert [level.budget_tokens for level in plan.levels] == [358, 179, 129, 86]
 
 
 def test_a_prompt_that_spans_fill_does_not_fit_and_says_so() -> None:

@@ -255,13 +255,13 @@ def test_one_that_evicted_while_it_generated_comes_back_without_its_history() ->
 
 
 def test_answers_that_orders_may_evict_count_as_far_as_they_stay() -> None:
-    """64 tokens and those since the last point, when there is no room; all at a restart."""
+    """Half more than 64 tokens, and those since the last point; all of them at a restart."""
     args = {"window": 8, "schedule": "pressure"}
     alone = _entered("snapkv", 100, 3000, **args)
     numbers = _entered("snapkv", 100, 3000, **args, **{"schedule.answers": 200})
     layers, block_size = SMALL.num_layers, SMALL.block_size
     assert alone.bound == UNBOUNDED
-    assert 264 * layers <= int(numbers.bound[0]) * block_size <= (264 + 3 * block_size) * layers
+    assert 296 * layers <= int(numbers.bound[0]) * block_size <= (296 + 3 * block_size) * layers
     assert numbers.peak == alone.peak == UNBOUNDED and numbers.given_back == alone.given_back
 
 

@@ -199,6 +199,7 @@ class FlashLists:
     def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch, *, apart: bool) -> None:
         self.worker, self.apart = worker, apart
         self.impl: Any = object.__new__(PyramidFlashImpl)
+        self.impl._takes_quantised = False
         self.impl.num_heads, self.impl.num_kv_heads, self.impl.head_size = HEADS, KV_HEADS, SIZE
         self.impl.sinks, self.rows = None, 0
         monkeypatch.setattr(FlashAttentionImpl, "forward", self._forward)
