@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from vllm.exceptions import VLLMValidationError
@@ -95,50 +96,43 @@ def install(spans: ChatSpans) -> None:
         text: str = prompt["prompt"]
         return text
 
+    @contextmanager
+    def giving_up(config: Any) -> Iterator[None]:
+        """Go on without spans where something refuses them, unless the engine must have them."""
+        try:
+            yield
+        except VLLMValidationError as error:
+            spans.give_up(config, error)
+
     def begin(self: Any, messages: Any, prompt: Any, params: Any) -> tuple[str, MarkedChat] | None:
         """Return a chat's text and the marked chat; None if its spans are not kept."""
-        if not spans.wanted(self.config, tools=bool(params.chat_template_kwargs.get("tools"))):
-            return None
-        try:
-            return text_of(self, prompt), spans.mark(messages)
-        except VLLMValidationError as error:
-            spans.give_up(self.config, error)
-            return None
+        if spans.wanted(self.config, tools=bool(params.chat_template_kwargs.get("tools"))):
+            with giving_up(self.config):
+                return text_of(self, prompt), spans.mark(messages)
+        return None
 
     def render_messages(render: Any, self: Any, messages: Any, params: Any) -> Any:
         rendered: Any = render(self, messages, params)
         conversation, prompt = rendered
         if (chat := begin(self, conversation, prompt, params)) is not None:
-            text, marked = chat
-            try:
-                again = hf.safe_apply_chat_template(
-                    self.model_config,
-                    self.get_tokenizer(),
-                    marked.conversation,
-                    **params.get_apply_chat_template_kwargs(),
-                )
+            (text, marked), own = chat, params.get_apply_chat_template_kwargs()
+            model, tokenizer = self.model_config, self.get_tokenizer()
+            with giving_up(self.config):
+                again = hf.safe_apply_chat_template(model, tokenizer, marked.conversation, **own)
                 prompt[_CONTENTS] = marked.contents(str(again), text)
-            except VLLMValidationError as error:
-                spans.give_up(self.config, error)
         return conversation, prompt
 
     async def render_messages_async(render: Any, self: Any, messages: Any, params: Any) -> Any:
         rendered: Any = await render(self, messages, params)
         conversation, prompt = rendered
         if (chat := begin(self, conversation, prompt, params)) is not None:
-            text, marked = chat
-            try:
-                again = await self._render_with_timeout(
-                    self._apply_chat_template_async(
-                        self.model_config,
-                        self.get_tokenizer(),
-                        marked.conversation,
-                        **params.get_apply_chat_template_kwargs(),
-                    )
-                )
+            (text, marked), own = chat, params.get_apply_chat_template_kwargs()
+            model, tokenizer = self.model_config, self.get_tokenizer()
+            with giving_up(self.config):
+                rendering = self._apply_chat_template_async
+                made = rendering(model, tokenizer, marked.conversation, **own)
+                again = await self._render_with_timeout(made)
                 prompt[_CONTENTS] = marked.contents(str(again), text)
-            except VLLMValidationError as error:
-                spans.give_up(self.config, error)
         return conversation, prompt
 
     def new_wants_offsets(wants_offsets: Any, self: Any, prompt: Any, params: Any) -> Any:
@@ -148,7 +142,7 @@ def install(spans: ChatSpans) -> None:
         if (contents := prompt.get(_CONTENTS)) is None:
             return engine_input
         offsets, tokens = prompt["prompt_token_offsets"], prompt["prompt_token_ids"]
-        try:
+        with giving_up(self.config):
             if len(offsets) != len(tokens):
                 raise VLLMValidationError(
                     f"--kv-keep: the prompt was changed to {len(tokens)} tokens behind its "
@@ -156,8 +150,6 @@ def install(spans: ChatSpans) -> None:
                     parameter="messages",
                 )
             engine_input[_SPANS] = spans.spans(self.config, contents, offsets)
-        except VLLMValidationError as error:
-            spans.give_up(self.config, error)
         return engine_input
 
     def process_tokens(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:

@@ -168,7 +168,7 @@ class TemplateSpans:
         assert settings is not None
         if settings.keep_template is not None:
             raise error
-        _logger.warning_once("the tools of a chat are not kept: %s", error)
+        _logger.warning_once("the tools of a chat are not kept: %s", str(error))
 
     def mark(self, conversation: Sequence[Any]) -> MarkedChat:
         """Return the chat with its texts marked."""
