@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -117,13 +117,13 @@ def as_lists(inputs: AttentionInputs) -> AttentionInputs:
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_scorers_look_at_queries_of_full_width(impl: PyramidFlashImpl, lists: bool) -> None:
+def test_scorers_look_at_queries_of_full_width(impl: Any, lists: bool) -> None:
     """The table is one layer's; with `lists`, a method has chosen pages of each KV head."""
     lens, counts = ([48, 48], [1, 1]) if lists else ([41, 17], [20, 1])
     table = torch.tensor([[3, 1, 8], [5, 2, 4]], dtype=torch.int32)
     cache, query, layer = cache_of(HEADS), rows_of(sum(counts)), make_layer()
     context = Context(as_lists if lists else lambda inputs: inputs)
-    impl.context = context  # type: ignore[assignment]
+    impl.context = context
     out = torch.full(query.shape, torch.nan)
     impl.forward(layer, query, query, query, cache, metadata_of(lens, counts, table), out)
     assert stand_ins.COUNTS["flash attention"] == stand_ins.COUNTS["quantised queries"] == 1
@@ -141,9 +141,9 @@ def test_scorers_look_at_queries_of_full_width(impl: PyramidFlashImpl, lists: bo
 
 def test_lanes(impl: PyramidFlashImpl) -> None:
     """KV heads with tables of their own: requests of one head, in the order of prompts."""
-    counts, lens = [5, 1], [37, 20]
+    counts, lens, no_evictions = [5, 1], [37, 20], cast("Any", None)
     cache, query, layer = cache_of(1), rows_of(sum(counts)), make_layer()
-    context = HeadContext(None, 0, lanes=HeadLanes(HEADS, N))  # type: ignore[arg-type]
+    context = HeadContext(no_evictions, 0, lanes=HeadLanes(HEADS, N))
     impl.context = context
     table = torch.tensor([[1, 5, 7], [2, 3, 6], [8, 4, 0], [4, 1, 0]], dtype=torch.int32)
     of_lanes = [count for count in counts for _ in range(HEADS)]
