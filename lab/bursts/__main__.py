@@ -42,14 +42,19 @@ STOCK_BLOCK = 32  # tokens; of vLLM's attention on CPUs a block is a multiple of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def settings(variant: str, policy: str, budget: str) -> dict[str, Any]:
+def settings(
+    variant: str, policy: str, budget: str, headroom: float | None = None
+) -> dict[str, Any]:
     """Return the engine's settings of a variant."""
     if variant == "stock":
         return {"kv_policy": "none", "block_size": STOCK_BLOCK}
     if variant == "full":
         return {"kv_policy": "full"}
     own = {"kv_policy": policy, "kv_budget": budget, "kv_min_tokens": 0}
-    return own | ({"kv_evict": "pressure"} if variant == "pressure" else {})
+    if variant == "always":
+        return own
+    schedule = {"kind": "pressure"} | ({} if headroom is None else {"headroom": headroom})
+    return own | {"kv_evict": "pressure", "kv_policy_args": {"schedule": schedule}}
 
 
 def prompts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
@@ -99,7 +104,7 @@ def serve(args: argparse.Namespace, variant: str, load: float) -> dict[str, Any]
         gpu_memory_utilization=0.3,
         enable_prefix_caching=False,
         num_gpu_blocks_override=CAPACITY * whole * layers + 1,
-        **settings(variant, args.policy, args.budget),
+        **settings(variant, args.policy, args.budget, args.headroom),
     )
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
@@ -225,7 +230,7 @@ def run_all(args: argparse.Namespace, own: Sequence[str]) -> list[dict[str, Any]
         print(json.dumps({"unloaded": alone, "limits": limits, "seed": args.seed}), flush=True)
     for load in args.loads:
         of_load = {variant: run(variant, load, *more) for variant in args.variants}
-        exact = of_load["full" if "full" in of_load else "stock"]["answers"]
+        exact = of_load["full" if "full" in of_load else args.variants[0]]["answers"]
         for row in of_load.values():
             row["agreement"] = round(agreement(row.pop("answers"), exact), 4)
             ends = row.pop("ends").values()
@@ -250,6 +255,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--budget", default="12%")
+    parser.add_argument("--headroom", type=float, help="of `pressure`; default: its own")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step, at most")

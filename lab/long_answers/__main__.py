@@ -3,6 +3,7 @@
 
     python -m lab.long_answers --model FOLDER --policies 'full,r-kv,snapkv' --budgets 256,512
     python -m lab.long_answers --count --policies 'full,r-kv' --budgets 256
+    python -m lab.long_answers --pool 0.25 --policies 'stock,full,r-kv' --budgets 256
 
 A model translates tables of CSV to JSON lines (`table.py`), greedily. `right` is the mean share of
 a table's rows that its answer has, with a 95 % interval by bootstrap over the tables; `first_wrong`
@@ -12,6 +13,10 @@ With `--count` answers have as many tokens as the right ones and are not scored:
 `preemptions` and `at_once` (requests that ran in a step: the mean and the most) of serving all
 tables from a pool for POOL of their requests, whole. These counts follow from lengths, under
 pressure from scores too. Without `--model`, the built-in one serves.
+
+With `--pool SHARE` each budget is served alone, from a pool for that share of the requests, whole,
+after a short answer that warms up; rows have `tokens_per_s` and the counts too. `stock` is vLLM
+without the plugin.
 
 Each policy has a process, which runs all its budgets.
 """
@@ -23,17 +28,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lab.bursts.__main__ import preemptions
+from lab.bursts.__main__ import STOCK_BLOCK, preemptions
 from lab.eval.task import Figure
 from lab.eval.variants import Variant, budgets_of, parse_variants
 from lab.long_answers.table import OPENING, Table
 
-POOL = 0.25  # of the requests
+POOL = 0.25  # of the requests, with `--count`
+STOCK = "stock"
 SLACK = 1.1  # tokens that an answer may have, of the right one's
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,8 +56,11 @@ def prompt_of(tokenizer: Any, table: Table) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def answer(args: argparse.Namespace, variant: Variant) -> None:
-    """Answer all tables with one policy in this process, and print a row for each budget."""
+def answer(args: argparse.Namespace, variant: Variant | None) -> None:
+    """Answer all tables with one policy in this process, and print a row for each budget.
+
+    Without a variant stock vLLM answers.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from transformers import AutoConfig, AutoTokenizer
     from vllm import SamplingParams
@@ -65,12 +75,19 @@ def answer(args: argparse.Namespace, variant: Variant) -> None:
     exact = [len(tokenizer.encode("\n".join(table.lines))) for table in tables]
     limits = [tokens if args.count else round(SLACK * tokens) for tokens in exact]
     longest = max(len(text) + limit for text, limit in zip(texts, limits, strict=True))
-    blocks = AutoConfig.from_pretrained(model).num_hidden_layers * -(-longest // 16)
-    settings: dict[str, Any] = {"kv_policy": variant.policy, "kv_policy_args": dict(variant.args)}
-    budgets = budgets_of(variant.load(), args.budgets)
+    settings: dict[str, Any]
+    if variant is None:
+        settings, budgets = {"kv_policy": "none", "block_size": STOCK_BLOCK}, [None]
+        blocks = -(-longest // STOCK_BLOCK)
+    else:
+        settings = {"kv_policy": variant.policy, "kv_policy_args": dict(variant.args)}
+        settings |= variant.engine_args
+        budgets = budgets_of(variant.load(), args.budgets)
+        blocks = AutoConfig.from_pretrained(model).num_hidden_layers * -(-longest // 16)
     if budgets != [None]:
         settings["kv_min_tokens"] = 0  # shares are measured as they are given
-    whole = POOL * len(tables) if args.count else args.at_once
+    pool = args.pool or (POOL if args.count else None)
+    whole = args.at_once if pool is None else pool * len(tables)
     llm = LLM(
         model,
         dtype=args.dtype,
@@ -82,15 +99,17 @@ def answer(args: argparse.Namespace, variant: Variant) -> None:
         num_gpu_blocks_override=int(whole * blocks) + 1,
         enable_prefix_caching=False,
         **settings,
-        **variant.engine_args,
     )
+    if args.pool:
+        llm.generate([{"prompt_token_ids": texts[0]}], SamplingParams(max_tokens=8))
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     preempted = preemptions(scheduler)
-    for group in [[budget] for budget in budgets] if args.count else [budgets]:
+    for group in [[budget] for budget in budgets] if pool else [budgets]:
         done: dict[str, Any] = {}
         running: list[int] = []
         preempted.clear()
+        began = time.monotonic()
         for budget, (index, text) in product(group, enumerate(texts)):
             own = {} if budget is None else {"extra_args": {"kv_budget": budget}}
             params = SamplingParams(
@@ -101,20 +120,24 @@ def answer(args: argparse.Namespace, variant: Variant) -> None:
             outputs = engine.step()
             running.append(len(scheduler.running))
             done |= {output.request_id: output.outputs[0] for output in outputs if output.finished}
+        seconds = time.monotonic() - began
         for budget in group:
             answers = [done[f"{budget}-{index}"] for index in range(len(tables))]
             row = {
-                "policy": variant.label,
+                "policy": STOCK if variant is None else variant.label,
                 "budget": budget,
                 "tables": len(tables),
                 "rows": args.rows,
                 "prompt_tokens": round(mean(map(len, texts))),
                 "answer_tokens": round(mean(len(answer.token_ids) for answer in answers)),
             }
-            if args.count:
+            if pool:
                 row["steps"], row["preemptions"] = len(running), len(preempted)
                 row["at_once"] = [round(mean(running), 2), max(running)]
-            else:
+            if args.pool:
+                tokens = sum(len(answer.token_ids) for answer in answers)
+                row["tokens_per_s"] = round(tokens / seconds, 1)
+            if not args.count:
                 scored = [table.score(a.text) for table, a in zip(tables, answers, strict=True)]
                 right = Figure.of("right", [share for share, _ in scored])
                 row["right"] = [
@@ -143,17 +166,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=8, help="requests in a step, at most")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the machine's")
+    parser.add_argument("--pool", type=float, metavar="SHARE", help="of the requests; see above")
     parser.add_argument("--count", action="store_true", help="steps and preemptions; see above")
     parser.add_argument("--out", type=Path, help="rows with their answers are added to this file")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    variants = parse_variants(args.policies, "--policies")
+    names = args.policies.split(",")
+    variants: list[Variant | None] = [None] if STOCK in names else []
+    rest = ",".join(name for name in names if name != STOCK)
+    variants += parse_variants(rest, "--policies") if rest else []
     if args.one:
         (variant,) = variants
         answer(args, variant)
         return
     for variant in variants:
-        name = variant.policy + (f":{json.dumps(variant.args)}" if variant.args else "")
+        name = STOCK
+        if variant is not None:
+            name = variant.policy + (f":{json.dumps(variant.args)}" if variant.args else "")
         command = [sys.executable, "-m", "lab.long_answers", *sys.argv[1:], "--policies", name]
         subprocess.run([*command, "--one"], cwd=ROOT, check=True)
 
