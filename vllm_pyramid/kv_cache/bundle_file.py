@@ -29,13 +29,8 @@ _SUM_BYTES = sha256().digest_size
 
 @dataclass(slots=True)
 class FileCounters:
-    """Counters of the files since the start.
-
-    Attributes:
-        ordered, read: bytes that the worker was told to write, and bytes that were read.
-        damaged, unwritten: files that could not be read as what they should hold, or not be
-            written.
-        evictions: files that had to go, for lack of room.
+    """Counters of the files since the start: bytes ordered to be written and bytes read, files
+    `damaged` or `unwritten`, and those that had to go for lack of room (`evictions`).
     """
 
     ordered: int = 0

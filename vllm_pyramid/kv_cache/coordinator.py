@@ -58,10 +58,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     makes it deferred again.
 
     Attributes:
-        layers: the model's own numbers of the layers. layer_specs: their specs.
-        layout: which block tables a request has. layer_managers: the layers' managers.
-        layer_blocks: how many blocks the tables need.
-        plans: the requests' records and plans.
+        layers: the model's own numbers of the layers.
         stores: what outlives requests. sessions, prefixes: those that admission and reports ask.
         block_copies: copies that the workers make before the step that is being scheduled.
         blocked_request: the request whose next allocation fails as if blocks were missing.
@@ -281,9 +278,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans.restart(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Dissolve the bundles of all stages at once and empty the tier.
-
-        Returns False while requests hold blocks; then nothing is changed.
+        """Dissolve all bundles and empty the tier; return False, unchanged, while requests hold
+        blocks.
         """
         done = self.block_pool.reset_prefix_cache()
         if done:

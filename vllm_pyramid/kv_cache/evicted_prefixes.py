@@ -32,8 +32,7 @@ class PendingCopy(NamedTuple):
 class EvictedPrefixes:
     """Reserve blocks before an eviction for what it overwrites, and make bundles of them behind it.
 
-    Attributes:
-        pending: the blocks reserved for requests whose evictions have not been reported yet.
+    `pending` has the blocks of requests whose evictions have not been reported yet.
     """
 
     def __init__(

@@ -42,9 +42,8 @@ _ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 class LayerRoles:
     """The layers of a model by their names.
 
-    Attributes:
-        evicting: specs from the bottom. stock_groups: vLLM's own specs of the other layers.
-        readers: of each layer that others read, those others from the bottom.
+    `evicting` has specs from the bottom, `stock_groups` vLLM's own specs of the other layers, and
+    `readers` of each layer that others read those others, from the bottom.
     """
 
     evicting: dict[str, LayerKVCacheSpec]

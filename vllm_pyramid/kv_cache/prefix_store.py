@@ -46,10 +46,8 @@ class PrefixStore(CacheStore[PrefixHit]):
 
     Attributes:
         kinds: the prefixes in the pool and in the tables: one kind, or those of the heads that
-            evict, and those of the others.
-        cache: the first of them.
+            evict, and those of the others. cache: the first of them.
         bundle_blocks: `[stages]` blocks of all bundles at one range of positions.
-        evicted: what evictions overwrite.
     """
 
     name = PREFIXES

@@ -56,9 +56,7 @@ class StockGroups:
     def share(self, bundle_tokens: int, hash_tokens: int) -> bool:
         """Let prefixes be found from now on; False if the layers have a state, or larger blocks.
 
-        Args:
-            bundle_tokens: tokens of a bundle of the evicting layers.
-            hash_tokens: tokens of one of a request's hashes.
+        A bundle of the evicting layers has `bundle_tokens` tokens, a request's hash `hash_tokens`.
         """
         self._shares = all(group.may_share(bundle_tokens) for group in self.groups)
         if self._shares:
