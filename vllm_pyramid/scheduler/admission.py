@@ -305,7 +305,7 @@ class Admission:
         return self._stages.sums(-(-most // self._coordinator.layer_blocks.block_sizes) + 1)
 
     def shared_bundles(self, request_id: str) -> list[tuple[PrefixCache, dict[Requests, int]]]:
-        """Return bundles by the requests that have them, by kind, if this one begins with its
+        """Return, by kind, bundles by the requests that have them, if this one begins with its
         hit.
         """
         coordinator, record = self._coordinator, self._coordinator.plans.records[request_id]

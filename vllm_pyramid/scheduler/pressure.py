@@ -134,8 +134,7 @@ class Pressure(SchedulerHooks):
     def _choose(
         self, running: Sequence[Request], lacking: Numbers
     ) -> tuple[list[tuple[Request, int, Numbers]], bool]:
-        """Choose requests, levels, and `[stages]` blocks that each frees; and whether these
-        suffice.
+        """Choose requests, levels and `[stages]` blocks that each frees; and whether they suffice.
 
         `lacking` are the `[stages]` missing blocks; where some are, more is freed (`SPARE`).
         """
