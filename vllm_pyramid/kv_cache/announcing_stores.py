@@ -38,9 +38,7 @@ from vllm_pyramid.plan import RetentionPlan
 
 @dataclass(slots=True)
 class _Seen:
-    """A request with blocks, and how many of its bundles were looked at, beside each stock
-    group's.
-    """
+    """A request with blocks, and how many bundles of its prefix and stock groups were looked at."""
 
     request: Request
     prefix: int
@@ -128,7 +126,7 @@ class AnnouncingStores(Stores):
         first: int,
         found: Iterable[Sequence[BlockBundle | None]],
     ) -> None:
-        """Add an event for each run of `found` bundles, from block `first` on, that were not
+        """Add an event for each run of `found` bundles, from block `first` on, not yet
         announced.
         """
         run: list[list[BlockBundle]] = []

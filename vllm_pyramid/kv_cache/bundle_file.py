@@ -29,8 +29,11 @@ _SUM_BYTES = sha256().digest_size
 
 @dataclass(slots=True)
 class FileCounters:
-    """Counters of the files since the start: bytes ordered to be written and bytes read, files
-    `damaged` or `unwritten`, and those that had to go for lack of room (`evictions`).
+    """Counters of the files since the start.
+
+    `ordered` and `read` are bytes to be written and bytes read. `damaged` files could not be read
+    as what they should hold, `unwritten` ones not be written; `evictions` had to go, for lack of
+    room.
     """
 
     ordered: int = 0

@@ -278,7 +278,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans.restart(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Dissolve all bundles and empty the tier; return False, unchanged, while requests hold
+        """Dissolve all bundles and empty the tier; False, and no change, while requests hold
         blocks.
         """
         done = self.block_pool.reset_prefix_cache()

@@ -90,8 +90,7 @@ class PrefixCache:
         to_end: int = 0,
         heads: Sequence[int] = (),
     ) -> tuple[list[BlockBundle], int]:
-        """Begin a request's empty tables with bundles; return these, and how many of them were
-        idle.
+        """Begin a request's empty tables with bundles; return these, and how many were idle.
 
         The request has `to_end` of them to its end. `heads` are `[tables]` null blocks before them.
         """

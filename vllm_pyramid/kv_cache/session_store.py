@@ -27,9 +27,7 @@ from vllm_pyramid.kv_cache.stock_groups import StockGroups
 
 
 class SessionToSave(NamedTuple):
-    """A session of `tokens` computed tokens, behind eviction `number`, to save when its blocks
-    go.
-    """
+    """A session of `tokens` computed tokens behind eviction `number`, saved when its blocks go."""
 
     request: Request
     number: int
