@@ -26,9 +26,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class OutgoingStates:
-    """The states that one engine sends; `orders` are of the next step, `peer` and `ranks` a
-    ticket's.
-    """
+    """The states that one engine sends; `orders` are of the next step."""
 
     def __init__(
         self,

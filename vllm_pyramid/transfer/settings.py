@@ -22,7 +22,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: Any, what: str) -> Address:
-        """Parse `host:port`. ValueError: it is something else, or an address that no other host can
+        """Parse `host:port`; ValueError: it is not that, or an address that no other host can
         name.
         """
         host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")

@@ -33,9 +33,7 @@ _MOST_CONNECTIONS = 64
 
 
 class _Served(NamedTuple):
-    """What is served under a name until `end`; it counts `num_bytes`, and `release` follows a
-    drop.
-    """
+    """What is served under a name until `end`; `release` is called when it has been dropped."""
 
     end: float
     pieces: Sequence[memoryview]
