@@ -111,9 +111,7 @@ class MetadataBuilding:
 
 
 class GraphDispatch:
-    """Takes the place of `CudaGraphManager.dispatch`, which chooses the graph of a step, or
-    none.
-    """
+    """Takes the place of `CudaGraphManager.dispatch`, which chooses the graph of a step."""
 
     def __init__(self, dispatch: Callable[..., Any], runner: AdapterV2) -> None:
         self._dispatch, self._runner = dispatch, runner
