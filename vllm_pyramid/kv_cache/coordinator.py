@@ -2,9 +2,8 @@
 """The blocks of all layers at the price of one layer's.
 
 Block boundaries lie at the same token positions in every layer, so all layers of a request need
-their next block in the same step. vLLM's coordinator asks each group in turn, which for 32 groups
-and hundreds of requests costs several times as much as the rest of the step; here one counter per
-request answers for all of them.
+their next block in the same step, and one counter per request answers for all of them. vLLM's
+coordinator would ask each group in turn.
 
 Layers without V on the device have blocks of twice the tokens, so they share every second boundary
 of the other layers: the same counter, halved, answers for them (`LayerBlocks`). The layers that do

@@ -85,8 +85,7 @@ class EvictedPrefixes:
         return None
 
     def keep(self, request_id: str, resolved: RetentionPlan | None) -> npt.NDArray[np.int64]:
-        """Make bundles of the copies and of the head's blocks, if the worker has reported the
-        eviction.
+        """Make bundles of the copies and the head's blocks, if the eviction has been reported.
 
         Returns `[layers]` blocks of the head that are no longer the request's.
         """

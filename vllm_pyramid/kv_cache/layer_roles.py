@@ -52,7 +52,7 @@ class LayerRoles:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Of all layers with a cache of their own: the model's from the bottom, then a draft's.
+        """Return specs of all layers with a cache: the model's from the bottom, then a draft's.
 
         vLLM would merge all layers with the first, if that one were a draft's.
         """

@@ -190,8 +190,7 @@ class StockGroups:
     def enter(
         self, request_id: str, hashes: Sequence[BlockHash], suffix: Suffix
     ) -> tuple[list[list[KVCacheBlock]], list[list[KVCacheBlock]]]:
-        """Begin a request's tables with blocks of its own; return the blocks to copy, and those
-        that take them.
+        """Begin a request's tables; return blocks to copy, and its own blocks that take them.
 
         The pool must have as many free blocks in addition to those that are copied.
         """
