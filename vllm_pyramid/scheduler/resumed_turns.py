@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a turn of a conversation resumed, and why not more: for its report, and counted by reason.
 
-It is worked out when a request ends, from what its lookup has left: no step pays for it.
+It is worked out at a request's end, from what its lookup has left, so no step pays for it.
 """
 
 from __future__ import annotations
