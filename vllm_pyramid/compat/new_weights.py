@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forget what was computed with weights that an engine no longer has.
 
-Target: `EngineCore.collective_rpc`. Why: `reload_weights` and updates of weights are calls of the
-workers that no scheduler sees; prefixes, sessions and the host cache would go on with the KV of
-other weights, beyond a restart. Remove when vLLM resets the prefix cache when weights change.
+`reload_weights` and updates of weights are calls of the workers that no scheduler sees; prefixes,
+sessions and the host cache would go on with the KV of other weights, beyond a restart.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of host memory, given out and evicted by vLLM's own offloading manager; its copies.
 
-Target: `vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager`, `vllm.v1.kv_offload.base`,
-`vllm._custom_ops.swap_blocks_batch`. Why: the
-manager knows which key lives in which slot, which slots are being read, and which was used least
-recently; it is written for a KV connector. Its transfers are asynchronous. Ours belong to a step
-(`kv_cache/host_cache.py`), so a stored key can be loaded at once. Loaded after start-up, since vLLM
-imports its connectors along. Remove when vLLM has such a table apart from its connectors.
+The manager knows which key lives in which slot, which slots are being read, and which was used
+least recently. Its transfers are asynchronous; ours belong to a step (`kv_cache/host_cache.py`), so
+a stored key can be loaded at once. Loaded after start-up, since vLLM imports its connectors along.
 """
 
 from __future__ import annotations

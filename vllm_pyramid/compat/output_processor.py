@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer a request that has ended with an error with the reason.
 
-Target: `OutputProcessor.process_outputs`, `RequestState.queue`. Why: vLLM 0.32 sends no reason from
-the engine core, and answers "Internal server error"; ours travels as the output's `stop_reason`,
-and is raised where the server waits for the request. Remove with vLLM 0.32: 0.33 has
+vLLM 0.32 sends no reason from the engine core, and answers "Internal server error"; ours travels as
+the output's `stop_reason`, and is raised where the server waits for the request. vLLM 0.33 has
 `EngineCoreOutput.error`.
 """
 

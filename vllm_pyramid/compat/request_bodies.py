@@ -25,12 +25,10 @@ _REQUESTS = (
 
 
 class Body(NamedTuple):
-    """What a check sees of an HTTP body.
+    """What a check sees of an HTTP body: keys that vLLM does not know, and its `vllm_xargs`.
 
-    Attributes:
-        unknown: keys that vLLM does not know. xargs: its `vllm_xargs`.
-        names: values of the keys that may name a session, where it has them.
-        beams: whether it asks for beam search.
+    `names` are the values of the keys that may name a session; `beams`: whether it is a beam
+    search.
     """
 
     unknown: Mapping[str, Any]

@@ -9,11 +9,9 @@ from vllm.config import VllmConfig
 
 
 class StepLimit(NamedTuple):
-    """A flag that limits the tokens of a step.
+    """A flag that limits the tokens of a step, set to `value`; 0 or None: no limit.
 
-    Attributes:
-        value: what the flag is set to; 0 or None: no limit.
-        tokens: the most tokens of one request in a step because of it; None: no limit.
+    `tokens` are the most of one request in a step because of it.
     """
 
     flag: str

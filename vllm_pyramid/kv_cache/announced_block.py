@@ -11,13 +11,8 @@ from vllm.v1.core.block_pool import BlockPool
 class AnnouncedBlock:
     """What was told of a block: vLLM's "block" is all layers' KV of a range of positions, a bundle.
 
-    The pool and the tier below it call this object when the bundle goes elsewhere.
-
-    Args:
-        stored: the event that told of the block. index: its place among the event's blocks.
-
-    Attributes:
-        on_device: whether the bundle is in the pool, and those of other KV heads with it.
+    The pool and the tier below it call this object when the bundle goes elsewhere. `index` is its
+    place among the blocks of the event that told of it; `on_device` also covers other KV heads.
     """
 
     __slots__ = ("_index", "_pool", "_stored", "on_device")

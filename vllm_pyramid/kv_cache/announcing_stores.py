@@ -38,11 +38,7 @@ from vllm_pyramid.plan import RetentionPlan
 
 @dataclass(slots=True)
 class _Seen:
-    """A request with blocks, and how many of its bundles were looked at.
-
-    Attributes:
-        prefix: of the layers that evict. beside: of each stock group.
-    """
+    """A request with blocks, and how many bundles of its prefix and stock groups were looked at."""
 
     request: Request
     prefix: int
@@ -52,9 +48,7 @@ class _Seen:
 class AnnouncingStores(Stores):
     """The stores of an engine that publishes KV events (`--kv-events-config`).
 
-    Args:
-        prefixes: one of the stores. stock_groups: the layers beside those that evict.
-        group: the KV cache group that stands in events for all layers that evict.
+    `group` is the KV cache group that stands in events for all layers that evict.
     """
 
     def __init__(
@@ -132,10 +126,8 @@ class AnnouncingStores(Stores):
         first: int,
         found: Iterable[Sequence[BlockBundle | None]],
     ) -> None:
-        """Add an event for each run of blocks that are found and were not announced.
-
-        Args:
-            first: the number of the first block. found: the bundles of each block.
+        """Add an event for each run of `found` bundles, from block `first` on, not yet
+        announced.
         """
         run: list[list[BlockBundle]] = []
         for number, of_block in enumerate([*found, ()], first):

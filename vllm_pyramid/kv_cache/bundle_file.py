@@ -31,11 +31,9 @@ _SUM_BYTES = sha256().digest_size
 class FileCounters:
     """Counters of the files since the start.
 
-    Attributes:
-        ordered, read: bytes that the worker was told to write, and bytes that were read.
-        damaged, unwritten: files that could not be read as what they should hold, or not be
-            written.
-        evictions: files that had to go, for lack of room.
+    `ordered` and `read` are bytes to be written and bytes read. `damaged` files could not be read
+    as what they should hold, `unwritten` ones not be written; `evictions` had to go, for lack of
+    room.
     """
 
     ordered: int = 0

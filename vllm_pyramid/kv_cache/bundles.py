@@ -152,9 +152,9 @@ class BundlePool(BlockPool):
         return bundles, revived
 
     def release(self, bundles: Sequence[BlockBundle]) -> int:
-        """Drop a request's references to its bundles, given from position 0 on.
+        """Drop a request's references to bundles; return how many no request refers to any more.
 
-        Returns how many of them no request refers to any more.
+        They are given from position 0 on.
         """
         ended = 0
         for bundle in reversed(bundles):

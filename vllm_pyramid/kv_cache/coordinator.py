@@ -2,9 +2,8 @@
 """The blocks of all layers at the price of one layer's.
 
 Block boundaries lie at the same token positions in every layer, so all layers of a request need
-their next block in the same step. vLLM's coordinator asks each group in turn, which for 32 groups
-and hundreds of requests costs several times as much as the rest of the step; here one counter per
-request answers for all of them.
+their next block in the same step, and one counter per request answers for all of them. vLLM's
+coordinator would ask each group in turn.
 
 Layers without V on the device have blocks of twice the tokens, so they share every second boundary
 of the other layers: the same counter, halved, answers for them (`LayerBlocks`). The layers that do
@@ -58,10 +57,7 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
     makes it deferred again.
 
     Attributes:
-        layers: the model's own numbers of the layers. layer_specs: their specs.
-        layout: which block tables a request has. layer_managers: the layers' managers.
-        layer_blocks: how many blocks the tables need.
-        plans: the requests' records and plans.
+        layers: the model's own numbers of the layers.
         stores: what outlives requests. sessions, prefixes: those that admission and reports ask.
         block_copies: copies that the workers make before the step that is being scheduled.
         blocked_request: the request whose next allocation fails as if blocks were missing.
@@ -281,9 +277,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.plans.restart(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Dissolve the bundles of all stages at once and empty the tier.
-
-        Returns False while requests hold blocks; then nothing is changed.
+        """Dissolve all bundles and empty the tier; False, and no change, while requests hold
+        blocks.
         """
         done = self.block_pool.reset_prefix_cache()
         if done:

@@ -16,13 +16,11 @@ class CacheCounters:
     """Counters over all requests; arrays are `[tables]` int64 (`layout.py`).
 
     Attributes:
-        held_blocks: blocks of the pool that requests hold now.
         skipped_tokens: tokens given back by requests that still hold blocks.
         blocks_freed: blocks given back by evictions since the start; a shared block counts for each
             request that gives it back.
         tokens_evicted: tokens evicted since the start, counted when the worker confirms: a request
             that ends at that moment gives all its blocks back at once.
-        num_evictions: evictions since the start, of prompts and during generation.
         num_releases: how often blocks went back: by an eviction, an end or a preemption.
     """
 

@@ -21,11 +21,8 @@ from vllm_pyramid.policy.request import ServedRequest
 class EvictedNames:
     """The names of what a request with turns computes behind its evictions.
 
-    Attributes:
-        plan: the request's plan.
-        keys: for each eviction that gives blocks back, by its number: what the KV behind it depends
-            on apart from the tokens.
-        points: the same keys in order, each with the tokens that are computed at its eviction.
+    `keys` has what the KV behind an eviction depends on apart from the tokens, for each eviction
+    that gives blocks back, by its number; `points` the same in order, with the computed tokens.
     """
 
     plan: RetentionPlan
@@ -88,10 +85,8 @@ def turn_name(
     None if the turn ends at a block's edge, where `session_name` names its base; in the first
     block, which has no hash before it; or among what tokens do not tell: images, embeddings.
 
-    Args:
-        hashes: of the request's bundles, of `size` tokens each.
-        point: tokens at which the turn ends; all of them are the request's.
-        key: see `EvictedNames`.
+    `hashes` are of bundles of `size` tokens. `point` tokens, where the turn ends, are all the
+    request's. For `key` see `EvictedNames`.
     """
     whole, tail = divmod(point, size)
     if not tail or not whole or request.prompt_embeds is not None:

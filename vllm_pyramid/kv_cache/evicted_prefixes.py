@@ -32,8 +32,7 @@ class PendingCopy(NamedTuple):
 class EvictedPrefixes:
     """Reserve blocks before an eviction for what it overwrites, and make bundles of them behind it.
 
-    Attributes:
-        pending: the blocks reserved for requests whose evictions have not been reported yet.
+    `pending` has the blocks of requests whose evictions have not been reported yet.
     """
 
     def __init__(
@@ -86,8 +85,7 @@ class EvictedPrefixes:
         return None
 
     def keep(self, request_id: str, resolved: RetentionPlan | None) -> npt.NDArray[np.int64]:
-        """Make bundles of the copies and of the head's blocks, if the worker has reported the
-        eviction.
+        """Make bundles of the copies and the head's blocks, if the eviction has been reported.
 
         Returns `[layers]` blocks of the head that are no longer the request's.
         """

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The free blocks of a pool as a stack.
 
-vLLM's linked list lets its prefix cache take a free block out of the middle. Here bundles keep
-their blocks out of the free ones, so blocks are put and taken at the ends only: by a slice of a
-list, which counts where a step takes a block of every layer for a request.
+Bundles keep their blocks out of the free ones, so unlike in vLLM's linked list no block is taken
+out of the middle: a slice of a list serves a step that takes a block of every layer for a request.
 """
 
 from __future__ import annotations

@@ -31,10 +31,9 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadKVCacheSpec(LayerKVCacheSpec):
-    """A layer each of whose KV heads has a block table, all in the table of its group.
+    """A layer with a block table for each of its `lanes` KV heads, all in the table of its group.
 
-    Attributes:
-        lanes: G. whole: which of them never evict; empty: any may.
+    `whole`: which of them never evict; empty: any may.
     """
 
     lanes: int

@@ -48,8 +48,7 @@ class HostCounters:
     Attributes:
         queries, hits: tokens that requests looked for here when they began (those that they may
             begin with and the device did not have), and tokens that they found.
-        stored, loaded: blocks copied to the host and from it.
-        evictions: bundles that had to go from the host.
+        stored, loaded: blocks. evictions: bundles.
         dropped: bundles that were not stored, because too many slots were being read.
     """
 
@@ -65,12 +64,8 @@ class HostCounters:
 class HostEntry:
     """One bundle in the host cache.
 
-    Attributes:
-        stem: of its keys: the bundle's hash, with a number if it has several parts, so that parts
-            of two bundles of one hash cannot be mixed.
-        num_blocks: blocks of all layers.
-        origin: see `BlockBundle.origin`.
-        announced: what routers know of it; None without KV events.
+    `stem` begins its keys: the bundle's hash, with a number if it has several parts, so that parts
+    of two bundles of one hash cannot be mixed.
     """
 
     stem: bytes
@@ -82,10 +77,7 @@ class HostEntry:
 class HostCache(Tier):
     """The scheduler's side of the host cache.
 
-    Args:
-        num_slots: bundles that the host memory of each rank holds.
-        slot_blocks: blocks of a slot, one for each layer.
-        files: bundles that survive a restart; None without a folder.
+    `num_slots` are those of each rank, with `slot_blocks` blocks, one for each layer.
     """
 
     def __init__(self, num_slots: int, slot_blocks: int, files: HostFiles | None = None) -> None:

@@ -267,7 +267,7 @@ class HostFiles:
             self._tell("unwritten", "the worker could not write a file; its log says why")
 
     def clear(self) -> None:
-        """Remove the files of this namespace, and use the folder no more until the next start.
+        """Remove this namespace's files, and use no more until the next start.
 
         Weights may change from now on, and a file's name says which weights were loaded.
         """

@@ -27,13 +27,11 @@ class LayerBlocks:
     """Block counts of the tables of evicting layers (`layout.py`).
 
     Args:
-        block_sizes: tokens of a block, for each layer; all its tables have blocks of that size.
         stock_block_sizes: tokens of a block in each group of vLLM's own, which grow in lockstep,
             too.
         full_block_size: tokens of a block that holds K and V.
 
     Attributes:
-        stages: which tables each pipeline stage has.
         block_sizes: `[tables]` int64, tokens of a block.
         unit: tokens of the smallest block; entries of tables are counted in units.
         largest: tokens of the largest block: its multiples end blocks in all tables.

@@ -42,9 +42,8 @@ _ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 class LayerRoles:
     """The layers of a model by their names.
 
-    Attributes:
-        evicting: specs from the bottom. stock_groups: vLLM's own specs of the other layers.
-        readers: of each layer that others read, those others from the bottom.
+    `evicting` has specs from the bottom, `stock_groups` vLLM's own specs of the other layers, and
+    `readers` of each layer that others read those others, from the bottom.
     """
 
     evicting: dict[str, LayerKVCacheSpec]
@@ -53,7 +52,7 @@ class LayerRoles:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Of all layers with a cache of their own: the model's from the bottom, then a draft's.
+        """Return specs of all layers with a cache: the model's from the bottom, then a draft's.
 
         vLLM would merge all layers with the first, if that one were a draft's.
         """

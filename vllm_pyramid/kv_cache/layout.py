@@ -44,7 +44,7 @@ class Layout:
     """One block table for each layer that evicts; `managers` are vLLM's, of all groups.
 
     Attributes:
-        managers, specs: of the layers, from the bottom. groups: their groups' numbers.
+        groups: numbers of the layers' groups, from the bottom.
         recording: layer and manager of those that note the ids of new blocks, to have them zeroed.
         others: number and manager of each group that does not evict.
         owners: what tables belong to, for messages.

@@ -55,9 +55,8 @@ def extend_tables(
 ) -> tuple[list[KVCacheBlock], ...]:
     """Append new blocks to a request's tables, `[layers]`; return them, `[layers][new blocks]`.
 
-    Args:
-        blocks: those of all layers in turn. ends: where each layer's end among them.
-        units: by how many boundaries the tables grow; a layer gets at most one block at each.
+    `blocks` are those of all layers in turn, and `ends` where each layer's end among them. Tables
+    grow by `units` boundaries; a layer gets at most one block at each.
     """
     if units == 1 and len(blocks) == len(ends):  # most allocations of a decode step
         for table, block in zip(tables, blocks, strict=True):
@@ -77,14 +76,11 @@ def begin_tables(
     counts: Sequence[int],
     front: int = 0,
 ) -> list[Sequence[KVCacheBlock]]:
-    """Begin a request's tables with heads that are given back already, and new blocks behind them.
+    """Begin a request's tables with heads given back already; return the `[layers]` new blocks.
 
     Args:
         heads: `[layers]` null blocks. counts: `[layers]` new blocks.
         front: shared blocks behind the heads; where there are any, the tables have both already.
-
-    Returns:
-        The new blocks, `[layers][blocks]`.
 
     Raises:
         RuntimeError: the tables have other blocks.

@@ -46,8 +46,6 @@ class OldFiles:
 
     Attributes:
         number, bytes: what has been counted: files, of the engine's own namespace bundles.
-        num_own: bundles of the engine's own namespace among them.
-        is_counted: whether all of them have been.
     """
 
     def __init__(

@@ -35,8 +35,7 @@ class OrderedBlocks:
     def freed_by(self, request_id: str, point: EvictionPoint) -> npt.NDArray[np.int64] | None:
         """Count the blocks that become free if a request is evicted to a level, `[layers]`.
 
-        Returns:
-            None if the survivors would go to blocks that other requests have.
+        None if the survivors would go to blocks that other requests have.
         """
         prefixes = self._coordinator.prefixes
         bundles = prefixes.of(request_id).bundles[prefixes.cache]
@@ -52,10 +51,8 @@ class OrderedBlocks:
     def order(self, request_id: str, plan: RetentionPlan) -> list[list[int]]:
         """Let a request evict before the step being scheduled, to the last point of a plan.
 
-        Called before the stores take note of the step.
-
-        Returns:
-            `[layers][blocks]` ids of the blocks that hold what is left of its prompt.
+        Called before the stores take note of the step. Returns `[layers][blocks]` ids of the blocks
+        that hold what is left of its prompt.
         """
         prefixes, plans = self._coordinator.prefixes, self._coordinator.plans
         point, now = plan.end, plans.confirmed(request_id)

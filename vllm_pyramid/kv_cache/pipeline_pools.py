@@ -43,10 +43,7 @@ class _LayerSpec(Protocol):
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Which tables of evicting layers each pipeline stage has (`layout.py`).
-
-    `ends` are the numbers behind the last table of each stage.
-    """
+    """Which tables of evicting layers each stage has: `ends` are behind the last table of each."""
 
     ends: tuple[int, ...]
     tables_per_layer: int = 1

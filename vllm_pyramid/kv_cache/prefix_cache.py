@@ -42,11 +42,6 @@ from vllm_pyramid.kv_cache.shared_blocks import SharedBlockIndex
 class PrefixCache:
     """Bundles of the pool, and the layers' tables that contain their blocks.
 
-    Args:
-        layout: of the tables.
-        hash_block_size: tokens of one of a request's `block_hashes`.
-        kind: which tables' blocks are in these bundles.
-
     Attributes:
         to_end: whether requests keep these bundles when they evict.
         tokens: tokens of a bundle: the largest block.
@@ -80,9 +75,7 @@ class PrefixCache:
     def find(self, request: Request, tokens: int, shared: int) -> list[BlockHash]:
         """Return the hashes of the bundles that a request without blocks could begin with.
 
-        Args:
-            tokens: the most tokens of all these bundles.
-            shared: how many of the first bundles the request may share.
+        They have at most `tokens` tokens; the request may share the first `shared` of them.
         """
         hashes = self.hashes(request)[: tokens // self.tokens]
         hit = hashes[: self._pool.longest_prefix(hashes)]
@@ -97,14 +90,9 @@ class PrefixCache:
         to_end: int = 0,
         heads: Sequence[int] = (),
     ) -> tuple[list[BlockBundle], int]:
-        """Begin a request's empty tables with the bundles of these hashes.
+        """Begin a request's empty tables with bundles; return these, and how many were idle.
 
-        Args:
-            to_end: how many of them the request has to its end.
-            heads: `[tables]` null blocks before them; empty: none.
-
-        Returns:
-            The bundles, and how many of them were idle.
+        The request has `to_end` of them to its end. `heads` are `[tables]` null blocks before them.
         """
         bundles, revived = self._pool.adopt(hashes)
         self.holders.add(request_id, bundles, to_end)
@@ -152,8 +140,7 @@ class PrefixCache:
     ) -> list[BlockBundle]:
         """Make bundles of a request's blocks up to `tokens`, of which `known` exist already.
 
-        Args:
-            to_end: how many of the request's bundles it has to its end.
+        The request has `to_end` of its bundles to its end.
         """
         hashes = self.hashes(request)
         end = min(tokens // self.tokens, len(hashes))

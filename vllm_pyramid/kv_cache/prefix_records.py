@@ -14,13 +14,10 @@ from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix that a request could begin with.
+    """A prefix that a request could begin with, of `tokens` tokens.
 
-    Attributes:
-        names: of the bundles on the device, from position 0 on.
-        shared: how many of them the request would share; it copies the others.
-        below: of the bundles behind them, which are in the tier below the pool.
-        tokens: of all of them.
+    `names` are of the bundles on the device, from position 0 on; the request would share the first
+    `shared` of them and copy the others. `below` are in the tier below the pool, behind these.
     """
 
     names: list[BlockHash]

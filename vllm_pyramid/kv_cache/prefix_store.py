@@ -46,10 +46,8 @@ class PrefixStore(CacheStore[PrefixHit]):
 
     Attributes:
         kinds: the prefixes in the pool and in the tables: one kind, or those of the heads that
-            evict, and those of the others.
-        cache: the first of them.
+            evict, and those of the others. cache: the first of them.
         bundle_blocks: `[stages]` blocks of all bundles at one range of positions.
-        evicted: what evictions overwrite.
     """
 
     name = PREFIXES
@@ -335,10 +333,7 @@ class PrefixStore(CacheStore[PrefixHit]):
         return 0 if plan is None else plan.in_place // self.cache.tokens
 
     def _withdraw_unscheduled(self, request_id: str, own: SharedPrefix) -> None:
-        """Take back the bundles that a request published in the step that preempts it.
-
-        No request has been admitted since, so no other request uses them.
-        """
+        """Take back what a request published in the step that preempts it: no other uses it yet."""
         before = self._published_from.pop(request_id, None)
         for kind, bundles in own.bundles.items() if before is not None else ():
             kind.withdraw(request_id, bundles[before:])

@@ -19,7 +19,6 @@ class RequestTerms:
 
     Attributes:
         plan: what every layer keeps; None for a request that keeps everything.
-        served: the request as it is served; None in tests that need no more than a plan.
         shareable: leading tokens whose blocks the request may share; None: all.
         reusable: leading tokens that other requests may have computed; None: all.
         evicted: what names its KV behind its evictions; None: no other request finds that.

@@ -40,12 +40,7 @@ MAX_TURNS = 1 << 14
 
 
 class SessionCache:
-    """Sessions in the pool, and the layers' tables that contain their blocks.
-
-    Args:
-        managers: the layers' managers.
-        tokens: tokens of a block in every layer.
-    """
+    """Sessions in the pool, and the layers' tables that contain their blocks."""
 
     def __init__(
         self, pool: BundlePool, managers: Sequence[SingleTypeKVCacheManager], tokens: int
@@ -69,8 +64,6 @@ class SessionCache:
         """Return the session that has most of a request's tokens; None if there is none.
 
         Args:
-            hashes: the hashes of the request's bundles.
-            plan: the request's plan.
             keys: see `EvictedNames`.
             most: the most tokens that the session may have.
             least: tokens that must remain to be computed before an eviction at a given point.
@@ -227,10 +220,9 @@ class SessionCache:
     def _load(
         self, session: SessionSnapshot, own: Sequence[Sequence[KVCacheBlock]], of_base: list[int]
     ) -> None:
-        """Order the copies of what the tier below the pool has of a session.
+        """Order the copies of what the tier has of a session to a request's `own[layers][blocks]`.
 
-        Args:
-            own: the request's blocks, `[layers][blocks]`. of_base: `[layers]` blocks of the base.
+        The base has `of_base[layers]` blocks.
         """
         tier = self._pool.tier
         for index, name in enumerate(session.in_host, len(session.bundles)):
@@ -258,13 +250,11 @@ class SessionCache:
             after    [ null ][ in place ][ null ... null                   ][ rest
 
         Args:
-            hashes: the hashes of the request's bundles.
             starts: `[layers]` tokens skipped now, with those that stay in place.
             point: tokens computed at the latest eviction.
-            key: see `EvictedNames`.
+            key: see `EvictedNames`. turn: `turn_name` at the latest eviction.
             tokens: tokens that are computed; no step writes to them any more.
             origin: the request that evicted.
-            turn: `turn_name` at the latest eviction.
         """
         first, end = self._base(point), min(tokens // self._tokens, len(hashes))
         name = session_name(hashes[first], key) if end > first else turn

@@ -27,13 +27,7 @@ from vllm_pyramid.kv_cache.stock_groups import StockGroups
 
 
 class SessionToSave(NamedTuple):
-    """A session that is saved when its request's blocks are freed.
-
-    Attributes:
-        request: the request.
-        number: the eviction behind which the session is.
-        tokens: computed tokens.
-    """
+    """A session of `tokens` computed tokens behind eviction `number`, saved when its blocks go."""
 
     request: Request
     number: int
@@ -155,10 +149,9 @@ class SessionStore(CacheStore[SessionSnapshot]):
         self._resumed[request_id] = hit
 
     def take_message(self, evicting: Sequence[Request]) -> dict[str, tuple[str, int]] | None:
-        """Return which sessions requests began with in the step that has just been scheduled.
+        """Return which sessions requests of the step just scheduled began with.
 
-        Returns:
-            By request, the request that evicted and the tokens that were computed when it did.
+        By request, the request that evicted and the tokens that were computed when it did.
         """
         resumed_from, self._resumed_from = self._resumed_from, {}
         return resumed_from or None

@@ -55,18 +55,12 @@ class StockTable:
 class StockGroup:
     """Layers of one spec, which need and drop the same blocks at the same time.
 
-    Args:
-        index: the number of this object among its kind, which is part of its bundles' names.
-        members: vLLM's manager of each layer, with its place among all KV cache groups.
-
     Attributes:
-        managers, groups: vLLM's managers, one per layer, and their places.
-        block_size: tokens of a block.
+        index: the number of this object among its kind, which is part of its bundles' names.
+        managers, groups: vLLM's managers, one per layer, and their places among all groups.
         sees: the most earlier tokens that a layer attends to.
         max_blocks: the most blocks that vLLM reserves for a request.
-        keeps_all: whether the layers keep the KV of all tokens.
         held_blocks: blocks of the pool that all requests hold in these layers.
-        tables: the requests' tables, by request id.
     """
 
     def __init__(

@@ -56,9 +56,7 @@ class StockGroups:
     def share(self, bundle_tokens: int, hash_tokens: int) -> bool:
         """Let prefixes be found from now on; False if the layers have a state, or larger blocks.
 
-        Args:
-            bundle_tokens: tokens of a bundle of the evicting layers.
-            hash_tokens: tokens of one of a request's hashes.
+        A bundle of the evicting layers has `bundle_tokens` tokens, a request's hash `hash_tokens`.
         """
         self._shares = all(group.may_share(bundle_tokens) for group in self.groups)
         if self._shares:
@@ -192,8 +190,7 @@ class StockGroups:
     def enter(
         self, request_id: str, hashes: Sequence[BlockHash], suffix: Suffix
     ) -> tuple[list[list[KVCacheBlock]], list[list[KVCacheBlock]]]:
-        """Begin a request's tables with blocks of its own; return the blocks to copy, and those
-        that take them.
+        """Begin a request's tables; return blocks to copy, and its own blocks that take them.
 
         The pool must have as many free blocks in addition to those that are copied.
         """

@@ -25,12 +25,10 @@ class DeferredPlan:
     lengths are decided.
 
     Attributes:
-        prompt_len: tokens of the prompt. block_size: tokens of a cache block.
         num_layers: layers; they share the total, or some of them each the total of these.
         budget_tokens: mean tokens that a layer keeps, window and sinks included; an upper bound
-            unless `exact`.
+            unless `exact`, which makes the total `budget_tokens` times the layers.
         floor: tokens that every layer keeps: window and sinks.
-        exact: whether the total is `budget_tokens` times the layers, not just at most that.
         fill_blocks: as in `Policy`.
         min_tokens: the lower bound of the mean tokens that a layer keeps.
         safe: tokens beyond `floor` that every layer keeps, at most `mean`.

@@ -93,11 +93,7 @@ def answer_bounds(request: Request, max_model_len: int) -> tuple[int, int]:
 
 
 class RequestTable:
-    """The numbers of `RequestArrays` that change seldom, for every request that may run.
-
-    Args:
-        stages: number of pipeline stages.
-    """
+    """The numbers of `RequestArrays` that change seldom, for every request that may run."""
 
     def __init__(self, stages: int) -> None:
         # In the order of `RequestArrays`: `[5, slots]` of a request, `[stages, 4, slots]` of each
@@ -195,12 +191,9 @@ class Admission:
     def admits(
         self, request: Request, plan: Plan, computed: int, running: Sequence[Request]
     ) -> bool:
-        """Return whether the first waiting request may start, or start again.
+        """Return whether the first waiting request, with `computed` tokens in the cache, may start.
 
-        Args:
-            plan: the request's plan.
-            computed: tokens of the request that are in the cache.
-            running: all running requests, in the order in which they get tokens.
+        `running` are all running requests, in the order in which they get tokens.
         """
         name = request.request_id
         now = name, self._coordinator.counters.num_releases
@@ -312,10 +305,8 @@ class Admission:
         return self._stages.sums(-(-most // self._coordinator.layer_blocks.block_sizes) + 1)
 
     def shared_bundles(self, request_id: str) -> list[tuple[PrefixCache, dict[Requests, int]]]:
-        """Count bundles that several requests have, if this request began with its hit.
-
-        Returns:
-            Of each kind, the number of bundles by the set of the requests that have them.
+        """Return, by kind, bundles by the requests that have them, if this one begins with its
+        hit.
         """
         coordinator, record = self._coordinator, self._coordinator.plans.records[request_id]
         names = [] if record.found is None else record.found.hit.shared_names

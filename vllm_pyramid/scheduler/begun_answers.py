@@ -34,12 +34,9 @@ class BegunAnswers:
                 new.prefill_token_ids = list(requests[new.req_id].all_token_ids)
 
     def put_in_front(self, outputs: Mapping[int, Any]) -> None:
-        """Put the tokens in front of the first that a step has sampled.
+        """Put the tokens in front of the first that a step has sampled, in outputs by front end.
 
         They have an output of their own: a stop string in them ends the answer there.
-
-        Args:
-            outputs: vLLM's `EngineCoreOutputs` by front end.
         """
         for of_client in outputs.values():
             found: list[EngineCoreOutput] = []

@@ -21,10 +21,6 @@ class Chunks:
     request that comes back with generated tokens evicts where it did the first time. The last chunk
     of a prompt is never shorter than the observation window.
 
-    Args:
-        engine: vLLM's scheduler.
-        pressure: orders evictions, where the policy's schedule asks for it.
-
     Attributes:
         admission: decides which prompts start; None: vLLM's own rule.
         loading: the requests whose blocks vLLM's KV connector fills; admission has let them start.

@@ -19,9 +19,8 @@ from vllm_pyramid.scheduler.reports import Reports
 class EarlyReports:
     """The early reports of one scheduler.
 
-    Attributes:
-        waiting: the requests with stop strings, each with the number of the latest eviction that
-            was reported; None before the first report.
+    `waiting` has the requests with stop strings, each with the number of the latest eviction that
+    was reported; None before the first report.
     """
 
     def __init__(self, coordinator: LockstepCoordinator, reports: Reports) -> None:
@@ -39,11 +38,7 @@ class EarlyReports:
         self.waiting.pop(request_id, None)
 
     def attach(self, requests: Mapping[str, Request], outputs: Mapping[int, Any]) -> None:
-        """Attach reports to a step's outputs of requests that go on.
-
-        Args:
-            outputs: vLLM's `EngineCoreOutputs` by front end.
-        """
+        """Attach reports to the outputs, by front end, of requests that go on."""
         for of_client in outputs.values():
             for output in of_client.outputs:
                 name = output.request_id

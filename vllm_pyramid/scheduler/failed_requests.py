@@ -18,10 +18,7 @@ logger = init_logger(f"vllm.{__name__}")
 class FailedRequests:
     """The failures of a scheduler's requests since its start; `frontend/metrics.py` has the names.
 
-    Attributes:
-        ended: requests that ended with an error, by kind (`step.failures.KINDS`).
-        dropped_traces: traces that could not be written.
-        dropped_reports: reports that did not go out with their requests.
+    `ended` counts requests that ended with an error, by kind (`step.failures.KINDS`).
     """
 
     def __init__(self) -> None:

@@ -22,11 +22,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class HostTier(SchedulerHooks):
-    """The scheduler's hooks of `--kv-host-cache`.
-
-    Args:
-        block_bytes: of one block of a layer, of all ranks together.
-    """
+    """The scheduler's hooks of `--kv-host-cache`; a block has `block_bytes` in all ranks."""
 
     name = HOST_CACHE
 
@@ -81,14 +77,9 @@ def add_host_tier(
     *,
     finds_prefixes: bool,
 ) -> list[HostTier]:
-    """Let bundles live on in host memory, and in files, if the settings say so.
+    """Let bundles live on in host memory, and in files, if the settings say so; return the hooks.
 
-    Returns:
-        The tier's hooks; none without a host cache.
-
-    Raises:
-        ValueError: requests find no prefixes, the memory holds no bundle, or a folder is not to be
-            used.
+    ValueError: requests find no prefixes, the memory holds no bundle, or a folder is not usable.
     """
     num_bytes = settings.host_cache_bytes
     if num_bytes is None:

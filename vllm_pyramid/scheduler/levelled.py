@@ -60,9 +60,9 @@ class Levelled:
         return self.plan.ordered(self.orders)
 
     def may_evict(self, request: Request) -> bool:
-        """Return whether its levels are those that the worker has when an order comes there.
+        """Return whether the worker has its levels now.
 
-        Not before its prompt is processed, nor while a step is under way in which it gets others.
+        It has not in the prompt, nor while a step changes them.
         """
         processed = request.num_computed_tokens - request.num_in_flight_tokens
         if processed < request.num_prompt_tokens or self.pending is not None:

@@ -44,19 +44,13 @@ class PolicyScheduler:
         its output          take_report, before vLLM gives blocks back
         a request ends      reports.of_request, ends, freed
 
-    - A request is planned when it arrives. If the lengths depend on its scores, the plan is
-      deferred until the worker has decided them.
-    - The coordinator gives head blocks back once the worker has confirmed the compaction.
-    - A prompt starts only if it will not be preempted before its prefill was worth it.
-
-    Args:
-        engine: vLLM's scheduler. finds_prefixes: whether prefix caching is on.
-        hooks: of what else works in the scheduler.
+    A request is planned when it arrives; a plan that depends on its scores is deferred until the
+    worker has decided the lengths. The coordinator gives head blocks back once the worker has
+    confirmed the compaction.
 
     Attributes:
-        coordinator: the blocks. policy: the served policy.
         hooks: of the policy's methods, and of what the engine adds.
-        planner: checks and plans requests. ways: how turns of conversations continue.
+        ways: how turns of conversations continue.
         chunks: which prompts start, and sizes of chunks.
         begun: answers that begin with tokens which no step samples.
         failed: what went wrong. reports: what is reported. early: what of it before the end.
@@ -157,10 +151,8 @@ class PolicyScheduler:
     def cached_tokens(self, request: Request, most: int, *, shared: bool) -> int:
         """Find what a request without blocks need not compute, at most `most` tokens.
 
-        The queries that score a prompt are computed in any case.
-
-        Args:
-            shared: whether to look for what other requests have computed here.
+        The queries that score a prompt are computed in any case. `shared`: whether to look for what
+        other requests have computed here.
         """
         plans, coordinator = self.coordinator.plans, self.coordinator
         self.chunks.loading.pop(request.request_id, None)  # it has lost what it held

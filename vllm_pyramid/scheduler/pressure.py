@@ -39,12 +39,9 @@ class Pressure(SchedulerHooks):
     """What a scheduler knows of levels, and the orders that it gives.
 
     Args:
-        coordinator: the blocks. levels: the schedule's, by name. steps_ahead: steps that are
-            scheduled before the blocks of an order come back. tokens_per_step: of a request that
-            generates, at most.
-
-    Attributes:
-        blocks: what orders do to blocks.
+        levels: the schedule's, by name.
+        steps_ahead: steps that are scheduled before the blocks of an order come back.
+        tokens_per_step: of a request that generates, at most.
     """
 
     name = LEVELS
@@ -86,9 +83,8 @@ class Pressure(SchedulerHooks):
         """Return the evictions that the workers make before the step just scheduled.
 
         Args:
-            running: all running requests, oldest first. Those with tokens may be ordered.
+            running: oldest first; those with tokens in `scheduled` may be ordered.
             admitted: the last request that was to start in this step, if there is one.
-            scheduled: the requests that got tokens.
         """
         if admitted is None and self._calm:
             self._calm -= 1
@@ -138,14 +134,9 @@ class Pressure(SchedulerHooks):
     def _choose(
         self, running: Sequence[Request], lacking: Numbers
     ) -> tuple[list[tuple[Request, int, Numbers]], bool]:
-        """Choose what to order.
+        """Choose requests, levels and `[stages]` blocks that each frees; and whether they suffice.
 
-        Args:
-            lacking: `[stages]` blocks that are missing; where some are, more is freed (`SPARE`).
-
-        Returns:
-            Requests, levels, and the blocks that each frees, `[stages]`; and whether no more are
-            missing then.
+        `lacking` are the `[stages]` missing blocks; where some are, more is freed (`SPARE`).
         """
         if (lacking <= 0).all():
             return [], True

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler reports: the pool's capacity, each request's eviction, and the statistics.
-
-It reads, and decides nothing.
-"""
+"""What a scheduler reports: the pool's capacity, each request's eviction, and the statistics."""
 
 from __future__ import annotations
 
@@ -37,13 +34,7 @@ MAX_REPORT_BYTES = 1 << 18
 
 
 class Reports:
-    """The reports of one scheduler.
-
-    Args:
-        engine: vLLM's scheduler.
-        hooks: what they report goes out with the rest. failed: so do these counters.
-        turns: what turns of conversations resumed.
-    """
+    """The reports of one scheduler; what the hooks report goes out with the rest."""
 
     def __init__(
         self,
@@ -143,10 +134,8 @@ class Reports:
     def of_request(self, request: Request, *, ended: bool = True) -> dict[str, Any]:
         """Return what the request kept; if that cannot be sent, the reason.
 
-        The engine core's process ends when it cannot serialise a response.
-
-        Args:
-            ended: whether it has ended; else what is counted until the end is left out.
+        The engine core's process ends when it cannot serialise a response. What is counted until a
+        request's end is left out before it has `ended`.
         """
         try:
             report = self._report_of(request, ended=ended)
@@ -248,8 +237,6 @@ class Reports:
         """Return counters since the start and what is held now, per layer.
 
         Blocks are summed over a layer's tables, and tokens are their mean.
-
-        `frontend/metrics.py` has their names.
         """
         computed = sum(request.num_computed_tokens for request in self._engine.running)
         counters, stock_groups = self._coordinator.counters, self._coordinator.stock_groups

@@ -39,16 +39,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class RequestPlanner:
-    """Checks and plans the requests of one scheduler.
-
-    Args:
-        settings: the served policy's. model_config: vLLM's. pool: that all requests share.
-        layer_blocks: how many blocks the layers need.
-        hooks: of the policy's methods.
-
-    Attributes:
-        shares_prefixes: whether prefix caching is on.
-    """
+    """Checks and plans the requests of one scheduler, which share `pool`."""
 
     def __init__(
         self,
@@ -68,13 +59,10 @@ class RequestPlanner:
         self._traced: set[type[Exception]] = set()
 
     def terms(self, request: Request) -> tuple[RequestTerms, str | Failure | None]:
-        """Return what a request keeps and shares, and what is wrong with it.
+        """Return what a request keeps and shares, and its mistake or a method's failure, if any.
 
-        Its parameters are replaced where the workers have to follow others.
-
-        Returns:
-            The terms, and the mistake in the request's settings, the failure of a method, or None.
-            After a failure the terms ask no method.
+        Its parameters are replaced where the workers have to follow others. After a failure the
+        terms ask no method.
         """
         try:
             served = self._check(request)
@@ -108,8 +96,7 @@ class RequestPlanner:
     ) -> RequestTerms | None:
         """Return the terms of a planned request with fewer of its turns.
 
-        Returns:
-            None if it would keep more than the operator allows, or hold more than the pool has.
+        None if it would keep more than the operator allows, or hold more than the pool has.
         """
         served = served._replace(turns=turns)
         length, most = request.num_prompt_tokens, request.max_tokens

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a turn of a conversation resumed, and why not more: for its report, and counted by reason.
 
-It is worked out when a request ends, from what its lookup has left: no step pays for it.
+It is worked out at a request's end, from what its lookup has left, so no step pays for it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,9 @@ from vllm_pyramid.scheduler.turn_ways import TurnWays
 
 
 class ResumedTurns:
-    """Explains what the turns of one scheduler have resumed.
+    """Explains what the turns of one scheduler have resumed; `counts` has ended turns by reason.
 
-    Args:
-        least_before: the fewest tokens of a chunk that ends at a point of a request's plan.
-        finds_prefixes: whether prefix caching is on.
-
-    Attributes:
-        ways: how they continue.
-        counts: turns that have ended, by reason.
+    `least_before` is the fewest tokens of a chunk that ends at a point of a request's plan.
     """
 
     def __init__(
@@ -60,11 +54,9 @@ class ResumedTurns:
         self.counts: Counter[str] = Counter()
 
     def of(self, request: Request, served: ServedRequest) -> tuple[str, dict[str, Any]]:
-        """Return why a turn resumed no more than it did, and what its report says of it.
+        """Return why a turn that has ended resumed no more, and what its report says of it.
 
-        Args:
-            request: it has ended, and still holds its blocks.
-            served: how it is served; it has turns.
+        The request still holds its blocks.
         """
         resumed = self._coordinator.sessions.resumed_tokens(request.request_id)
         record = self._coordinator.plans.records[request.request_id]

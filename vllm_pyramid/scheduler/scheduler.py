@@ -28,12 +28,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class SchedulerAdapter(SchedulerPoints):
-    """Mixed into vLLM's schedulers.
-
-    Attributes:
-        coordinator: vLLM's, which is ours.
-        pyramid: what eviction adds.
-    """
+    """Mixed into vLLM's schedulers; `pyramid` is what eviction adds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with lockstep_coordinator(LockstepCoordinator):
@@ -68,11 +63,7 @@ class SchedulerAdapter(SchedulerPoints):
             page_server.install_engine()
 
     def add_request(self, request: Request) -> None:
-        """Plan what the request keeps, then queue it.
-
-        Raises:
-            AssertionError: vLLM's, for an id that another request has.
-        """
+        """Plan what the request keeps, then queue it."""
         if request.request_id not in self.requests:  # that one's plan would be lost
             self.pyramid.add(request)
         super().add_request(request)

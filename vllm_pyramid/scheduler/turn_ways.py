@@ -51,11 +51,8 @@ class Resuming(NamedTuple):
 class TurnWays:
     """The ways of one scheduler's requests.
 
-    Args:
-        least_before: the fewest tokens of a chunk that ends at a point of a request's plan.
-
-    Attributes:
-        resuming: of the requests that are computed exactly, what they would have done instead.
+    `least_before` is the fewest tokens of a chunk that ends at a point of a request's plan.
+    `resuming` has, of the requests that are computed exactly, what they would have done instead.
     """
 
     def __init__(
@@ -109,9 +106,6 @@ class TurnWays:
         """Find what a request without blocks need not compute, and choose its way by it.
 
         The first way in the order above has precedence where two find equally much.
-
-        Args:
-            most: the most tokens. shared: see `Stores.find`.
         """
         records, request_id = self._coordinator.plans.records, request.request_id
         if request_id in self._arrived:

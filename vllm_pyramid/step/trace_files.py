@@ -22,10 +22,8 @@ _RANK = re.compile(r"-rank\d+$")
 class Kept:
     """What one request kept at its prompt's end.
 
-    Attributes:
-        layers: `[L]`, the model's own numbers of the layers that evict.
-        heads: KV heads of each of them, over all ranks.
-        counts: `[L, tokens]`, how many of a layer's KV heads kept each token of the prompt.
+    `layers`, `[L]`, are the model's own numbers, with `heads` KV heads each over all ranks.
+    `counts`, `[L, tokens]`, say how many of a layer's KV heads kept each token of the prompt.
     """
 
     request_id: str

@@ -18,16 +18,10 @@ _OURS = re.compile(rf"[0-9a-f]{{32}}\.(head|\d+)({re.escape(TEMPORARY)})?")
 
 
 class FolderTransport:
-    """A `Transport` over files.
+    """A `Transport` over files; its OSErrors are the system's.
 
-    Every engine with the folder removes files whose time is over, those of others included: the
-    engine that has put them may have ended.
-
-    Args:
-        folder: made if it is missing. ttl_s: seconds of a file. limit_bytes: of all files.
-
-    Raises:
-        OSError: as the system says.
+    Every engine with the folder removes files older than `ttl_s` seconds, those of others included:
+    the engine that has put them may have ended.
     """
 
     def __init__(self, folder: str, ttl_s: float, limit_bytes: int) -> None:

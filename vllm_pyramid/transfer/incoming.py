@@ -79,13 +79,7 @@ class _Incoming:
 class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
     """The states that one engine fetches: their requests' tables begin with tails alone.
 
-    Responses and metrics say what became of tickets.
-
-    Args:
-        namespace: see `State`.
-
-    Attributes:
-        orders: of the next step.
+    Responses and metrics say what became of tickets. `orders` are of the next step.
     """
 
     name = "handed"

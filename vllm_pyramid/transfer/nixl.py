@@ -31,11 +31,7 @@ _POLL_S = 0.0005
 
 
 class _Read(NamedTuple):
-    """A part that the agent reads.
-
-    Attributes:
-        handle: the agent's. registered: the agent's word for `data`, which it writes to.
-    """
+    """A part that the agent reads into `data`, which is `registered` with it."""
 
     handle: Any
     registered: Any
@@ -51,11 +47,7 @@ class _SharedMemory:
         self._lock = Lock()
 
     def take(self, num_bytes: int) -> int:
-        """Return the start of a free range.
-
-        Raises:
-            OSError: there is none.
-        """
+        """Return the start of a free range; OSError: there is none."""
         start = 0
         with self._lock:
             for first, end in sorted(self._ends.items()):
@@ -75,13 +67,9 @@ class _SharedMemory:
 
 
 class NixlTransport(TcpTransport):
-    """A `Transport` that reads parts with a NIXL agent.
+    """A `Transport` that reads parts with a NIXL agent; `place` is as in `make_transport`.
 
-    Args:
-        place: see `make_transport`.
-
-    Raises:
-        ValueError: NIXL is not installed. OSError: the port is taken.
+    ValueError: NIXL is not installed. OSError: the port is taken.
     """
 
     def __init__(self, settings: TransferSettings, place: int) -> None:
@@ -172,11 +160,7 @@ class NixlTransport(TcpTransport):
 
 
 def _new_agent() -> Any:
-    """Make an agent on UCX, under a name that no other has.
-
-    Raises:
-        ValueError: NIXL is not installed.
-    """
+    """Make an agent on UCX, under a name that no other has. ValueError: NIXL is not installed."""
     if not nixl_utils.is_nixl_available():
         raise ValueError(
             "kv_connector_extra_config of PyramidConnector: nixl needs the package nixl: install "

@@ -26,14 +26,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class OutgoingStates:
-    """The states that one engine sends.
-
-    Args:
-        namespace: see `State`. peer, ranks: see `Ticket`.
-
-    Attributes:
-        orders: of the next step.
-    """
+    """The states that one engine sends; `orders` are of the next step."""
 
     def __init__(
         self,
@@ -51,11 +44,9 @@ class OutgoingStates:
     def ended(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Order a request's state to be sent, if the request asks for that.
 
-        An answer that has ended by itself is complete, and needs no other engine.
-
-        Returns:
-            Whether its blocks stay until they are reported as sent, and the ticket; as vLLM's
-            `request_finished_all_groups`.
+        An answer that has ended by itself is complete, and needs no other engine. Returns whether
+        the blocks stay until they are reported as sent, and the ticket, as
+        `request_finished_all_groups`.
         """
         if not asks(request.kv_transfer_params, SEND):
             return False, None

@@ -37,10 +37,7 @@ def why_itself(request: Request, served: ServedRequest, max_model_len: int) -> s
     """Return why a request cannot begin behind a first token that another engine has sampled.
 
     Everything else that looks at earlier tokens of an answer (penalties, `min_tokens`, bad words,
-    stop strings) sees the first token as its own.
-
-    Returns:
-        A label of `WORDS`; None if it can.
+    stop strings) sees the first token as its own. The result is a label of `WORDS`; None if it can.
     """
     params = request.sampling_params
     if params is None:

@@ -14,9 +14,7 @@ _KEYS = ("folder", "listen", "peers", "nixl", "ttl_s", "wait_s", "limit_gib")
 class Address(NamedTuple):
     """Where an engine serves its states.
 
-    Attributes:
-        host: its name or address.
-        port: of the scheduler; the workers have those that follow, in the order of their ranks.
+    `port` is the scheduler's; the workers have those that follow, in the order of their ranks.
     """
 
     host: str
@@ -24,10 +22,8 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: Any, what: str) -> Address:
-        """Parse `host:port`.
-
-        Raises:
-            ValueError: it is something else, or an address that no other host can name.
+        """Parse `host:port`; ValueError: it is not that, or an address that no other host can
+        name.
         """
         host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
         is_number = port.isascii() and port.isdecimal()
@@ -70,11 +66,7 @@ class TransferSettings:
 
     @classmethod
     def of(cls, config: Any) -> TransferSettings:
-        """Read vLLM's `KVTransferConfig`.
-
-        Raises:
-            ValueError: naming the wrong key.
-        """
+        """Read vLLM's `KVTransferConfig`; a ValueError names the wrong key."""
         given, role = config.kv_connector_extra_config or {}, config.kv_role
         sends, fetches = bool(config.is_kv_producer), bool(config.is_kv_consumer)
         unknown = sorted(given.keys() - {*_KEYS})

@@ -56,12 +56,9 @@ class MismatchError(Exception):
 class Ticket(NamedTuple):
     """What a client carries from the prefilling engine to the decoding one.
 
-    It is a client's input: it holds no path, and no address to connect to.
-
-    Attributes:
-        state: a number that no client can guess.
-        peer: the engine that serves it, by the text of its `listen`; empty for a folder.
-        ranks: of that engine, each of which sends a part.
+    It is a client's input: it holds no path, and no address to connect to. No client can guess
+    `state`. `peer` is the text of the engine's `listen`, empty for a folder; each of its `ranks`
+    sends a part.
     """
 
     state: str
@@ -104,11 +101,7 @@ def asks(params: object, key: str) -> bool:
 
 
 def check_params(params: Any) -> None:
-    """Raise ValueError for a request that one state does not suffice for.
-
-    Args:
-        params: the request's sampling parameters.
-    """
+    """Raise ValueError for sampling parameters that one state does not suffice for."""
     given = (params.extra_args or {}).get("kv_transfer_params")
     if params.n > 1 and (asks(given, SEND) or asks(given, FETCH)):
         raise ValueError(
@@ -140,21 +133,14 @@ class State(NamedTuple):
         return None if content is None else int.from_bytes(content, "little")
 
     def part(self, first_head: int, num_blocks: int, layout: str) -> BundleFile:
-        """Return what a part says of itself.
-
-        Args:
-            first_head: of its KV heads. layout: of a block.
-        """
+        """Return what a part says of itself, from its first KV head and the layout of a block."""
         name = bytes.fromhex(self.ticket.state)
         return BundleFile(self.namespace, name, num_blocks, layout, first_head, self.key)
 
     def fetch(
         self, transport: Transport, part: str | int, expected: BundleFile, num_bytes: int
     ) -> memoryview | None:
-        """Return the content of the head or of a rank's part; None if there is nothing.
-
-        Args:
-            expected: what it says of itself. num_bytes: of the content.
+        """Return `num_bytes` of the head or of a rank's part; None if there is nothing.
 
         Raises:
             DamagedFileError: it has been changed or cut, or has another length.
@@ -209,12 +195,7 @@ def sources(heads: range, ranks: int, total: int) -> Iterator[tuple[int, range]]
 
 
 class BlockOrder(NamedTuple):
-    """Blocks that are sent, or that are filled.
-
-    Attributes:
-        request_id: of this engine. state: what they are.
-        blocks: ids of the tails of all layers, from the bottom; the same in every rank.
-    """
+    """Blocks that are sent or filled: the tails of all layers, from the bottom, in every rank."""
 
     request_id: str
     state: State
@@ -225,9 +206,7 @@ class BlockOrder(NamedTuple):
 class TransferOrders(KVConnectorMetadata):
     """What the scheduler's half of the connector orders from the workers' half in a step.
 
-    Attributes:
-        sent: of requests that have ended; no step writes to their blocks until they are reported.
-        fetched: of requests that wait for them.
+    No step writes to the blocks of `sent` until they are reported; requests wait for `fetched`.
     """
 
     sent: list[BlockOrder] = field(default_factory=list)

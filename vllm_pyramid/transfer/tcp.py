@@ -33,12 +33,7 @@ _MOST_CONNECTIONS = 64
 
 
 class _Served(NamedTuple):
-    """What is served under a name.
-
-    Attributes:
-        end: when it is dropped. num_bytes: how much it counts for the limit.
-        release: called when it has been dropped.
-    """
+    """What is served under a name until `end`; `release` is called when it has been dropped."""
 
     end: float
     pieces: Sequence[memoryview]
@@ -115,14 +110,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 class TcpTransport:
-    """A `Transport` over TCP.
-
-    Args:
-        place: see `make_transport`.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """A `Transport` over TCP. OSError: the port is taken."""
 
     def __init__(self, settings: TransferSettings, place: int) -> None:
         self._peers, self._ttl_s = settings.peers, settings.ttl_s

@@ -17,8 +17,7 @@ class Transport(Protocol):
     def put(self, name: str, pieces: Sequence[memoryview]) -> None:
         """Let other engines get something, until it is dropped or its time is over.
 
-        Raises:
-            OSError: there is no room for it, or as the system says.
+        OSError: there is no room for it, or as the system says.
         """
 
     def get(self, name: str, peer: str, largest: int) -> memoryview | None:
@@ -40,10 +39,7 @@ class Transport(Protocol):
 
 
 def make_transport(settings: TransferSettings, place: int) -> Transport:
-    """Return the transport of one process.
-
-    Args:
-        place: 0 for a scheduler; for a worker its rank plus 1.
+    """Return the transport of one process; `place` is 0 for a scheduler, a worker's rank plus 1.
 
     Raises:
         OSError: the folder cannot be made, or the port is taken.

@@ -32,12 +32,9 @@ _POLL_S = 0.005
 
 
 class WorkerTransfers:
-    """The transfers of one worker.
+    """The transfers of one worker, which waits `wait_s` seconds for the blocks of a state.
 
-    Args:
-        transport: of the worker's process. rank: of the worker. ranks: tensor-parallel.
-        num_heads: KV heads of a layer, on all ranks together.
-        wait_s: seconds for which it waits for the blocks of a state.
+    `num_heads` are the KV heads of a layer, on all ranks together.
     """
 
     def __init__(
@@ -55,12 +52,8 @@ class WorkerTransfers:
     def bind(self, pages: torch.Tensor, num_heads: int, head_bytes: int) -> None:
         """Take the cache, `[blocks, bytes]`, which has been allocated, perhaps again.
 
-        Args:
-            num_heads: KV heads of a block. head_bytes: of one, as they lie together: of all tokens,
-                or of one.
-
-        Raises:
-            RuntimeError: a block has other heads.
+        A block has `num_heads` KV heads, of `head_bytes` each as they lie together: of all tokens,
+        or of one. RuntimeError: a block has other heads.
         """
         if num_heads != len(self._heads) or pages.shape[1] % (num_heads * head_bytes):
             raise RuntimeError(
@@ -129,9 +122,7 @@ class WorkerTransfers:
     def _content(self, order: BlockOrder, rank: int, heads: range, end: float) -> torch.Tensor:
         """Wait for a part of a state, and return its blocks, `[blocks, ..., heads, bytes]`.
 
-        Raises:
-            TimeoutError: it has not come in time. OSError, DamagedFileError, MismatchError: as
-                of `State.fetch`.
+        TimeoutError: it has not come in time. Other errors are those of `State.fetch`.
         """
         count, (_, pieces, _, head_bytes) = len(order.blocks), self._pages.shape
         shape = count, pieces, len(heads), head_bytes

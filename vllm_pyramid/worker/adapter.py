@@ -25,9 +25,8 @@ logger = init_logger(f"vllm.{__name__}")
 class RunnerAdapter:
     """Precedes a model runner's class; its methods call vLLM's and the runtime's.
 
-    Attributes:
-        pyramid: the runtime, made when vLLM first asks for the layers' specs. The other attributes
-            are the runner's.
+    `pyramid` is the runtime, made when vLLM first asks for the layers' specs. The other attributes
+    are the runner's.
     """
 
     pyramid: WorkerRuntime

@@ -73,11 +73,7 @@ class TablesV2:
 
 
 class GatheredLater:
-    """Takes the place of `BlockTables.gather_block_tables`, where `ShiftedTables` gathers.
-
-    Args:
-        tables: vLLM's list of the step's tables.
-    """
+    """Takes the place of `BlockTables.gather_block_tables`, where `ShiftedTables` gathers."""
 
     def __init__(self, tables: list[torch.Tensor]) -> None:
         self._tables = tables
@@ -91,9 +87,6 @@ class MetadataBuilding:
     """Takes the place of `ModelState.prepare_attn`, which builds the metadata of all layers.
 
     It tells the shifted tables when a full graph is about to be replayed, which reads no metadata.
-
-    Args:
-        prepare: vLLM's.
     """
 
     def __init__(self, prepare: Callable[..., Any], tables: StepTables) -> None:
@@ -118,11 +111,7 @@ class MetadataBuilding:
 
 
 class GraphDispatch:
-    """Takes the place of `CudaGraphManager.dispatch`, which chooses the graph of a step, or none.
-
-    Args:
-        dispatch: vLLM's. runner: knows whether the step must be eager.
-    """
+    """Takes the place of `CudaGraphManager.dispatch`, which chooses the graph of a step."""
 
     def __init__(self, dispatch: Callable[..., Any], runner: AdapterV2) -> None:
         self._dispatch, self._runner = dispatch, runner
@@ -143,8 +132,7 @@ class GraphDispatch:
 class AdapterV2(RunnerAdapter):
     """Reads the step from the input batch and `req_states`, when block tables are gathered.
 
-    Attributes:
-        step_is_eager: whether the step that has been gathered must run without CUDA graphs.
+    `step_is_eager`: whether the step that has been gathered must run without CUDA graphs.
     """
 
     step_is_eager = False

@@ -30,10 +30,7 @@ def copy_blocks(
 
     vLLM's runners would make all of them at once, and need memory for all copied blocks. The order
     is removed from `scheduler_output`, and the targets from the blocks that vLLM zeroes afterwards.
-
-    Args:
-        stage: this worker's pipeline stage. num_blocks, page_size_bytes: of its cache.
-        pools: of methods, which follow their blocks.
+    `pools` are of methods, and follow their blocks.
     """
     copies = read_block_copies(scheduler_output, stage)
     if not copies:

@@ -35,10 +35,8 @@ class BlockTransfer:
     """The copies of one worker, in the order of the calls.
 
     On a GPU the copy engines make them, on `stream`. A copy waits for all that was launched before
-    it, and what is launched after it waits for the copy; the host waits for neither.
-
-    Args:
-        stream: None on the CPU, where the device's memory is the host's.
+    it, and what is launched after it waits for the copy; the host waits for neither. On the CPU the
+    device's memory is the host's.
     """
 
     def __init__(self, stream: CopyStream | None = None) -> None:

@@ -40,13 +40,12 @@ class EvictionTracker:
     """The requests that a model runner knows, and the current step.
 
     Args:
-        policy: the engine's policy. block_size: tokens of the largest cache block.
+        block_size: tokens of the largest cache block.
         num_layers: L; KV heads with block tables of their own count as layers.
         max_num_reqs: rows of the runner's batch. turn_mode, why_no_turns: see `ServedSettings`.
 
     Attributes:
         hooks: the hooks of the policy's methods; set by the runtime, which makes them.
-        failures: the requests that must end with an error.
         copies: the blocks that receive copies of what an eviction of the step overwrites, by
             request id; set from the scheduler's output.
     """
@@ -112,13 +111,9 @@ class EvictionTracker:
         self._num_open += plan.is_deferred or plan.waits_for_orders
 
     def order(self, request_id: str, orders: Sequence[Order]) -> RetentionPlan | None:
-        """Let a request follow what the scheduler has ordered; the next report confirms it.
+        """Let a request follow `orders`, of which the last is new; the next report confirms it.
 
-        Args:
-            orders: all that it has been given; the last one is new.
-
-        Returns:
-            The plan of these orders; None if the request has ended meanwhile.
+        Returns the plan of these orders; None if the request has ended meanwhile.
         """
         if (request := self._requests.get(request_id)) is None:
             return None
@@ -291,8 +286,7 @@ class EvictionTracker:
     ) -> None:
         """Check that requests which give something up have the queries that scorers look at.
 
-        Raises:
-            PlanMismatchError: a scorer would read the queries of another request.
+        PlanMismatchError: a scorer would read the queries of another request.
         """
         skips_change = np.array(
             [

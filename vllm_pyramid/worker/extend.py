@@ -10,11 +10,7 @@ from vllm_pyramid.worker.adapter import RunnerAdapter
 
 
 def extend_with_policy(runner: Any, uses_v2: bool) -> RunnerAdapter:
-    """Put the adapter in front of the runner's class; return the runner.
-
-    Args:
-        uses_v2: whether it is vLLM's second runner; the modules of the other are not imported.
-    """
+    """Put the adapter in front of the runner's class; only that runner's modules are imported."""
     if uses_v2:
         from vllm_pyramid.worker.adapter_v2 import AdapterV2
 

@@ -32,11 +32,7 @@ _PATIENCE = 30.0  # seconds for what waits when the process ends
 
 
 class Ring:
-    """Parts of a memory, which are given back in the order in which they were taken.
-
-    Args:
-        size: of the memory.
-    """
+    """Parts of a memory, which are given back in the order in which they were taken."""
 
     def __init__(self, size: int) -> None:
         self._size, self._head = size, 0

@@ -21,9 +21,8 @@ from vllm_pyramid.step.step import Step
 class FrontMove(NamedTuple):
     """A request whose tables change behind an eviction.
 
-    Attributes:
-        before, skip: `[L]` tokens that each layer's table skips, before the eviction and behind it.
-        in_place: tokens, whole blocks of them, that stand behind these.
+    Each layer's table skips `before` tokens, `[L]`, until the eviction, and `skip` behind it;
+    `in_place` tokens of whole blocks stand behind these.
     """
 
     request_id: str

@@ -15,11 +15,7 @@ from vllm_pyramid.worker.extend import extend_with_policy
 
 
 class PyramidGpuWorker(Worker):
-    """Extends the model runner once vLLM has chosen and built it.
-
-    Attributes:
-        adapter: `model_runner`, once extended.
-    """
+    """Extends the model runner once vLLM has chosen and built it."""
 
     adapter: RunnerAdapter
 

@@ -44,12 +44,10 @@ class HostPool:
 
     Args:
         num_bytes: of host memory at most, of the workers of all pipeline stages together.
-        specs: of this worker's layers, all of which evict.
         allocate: makes host memory that the device addresses.
         part: the number of this worker among all ranks, where bundles are in files.
         extra_bytes: beside each block, of all methods together.
         has_files: whether bundles are written to files, for which memory is reserved, too.
-        stream: for copies, on a GPU.
 
     Raises:
         ValueError: `num_bytes` hold no slot.
@@ -86,11 +84,8 @@ class HostPool:
     ) -> None:
         """Take the device's blocks, which have been allocated, perhaps again.
 
-        Args:
-            extras: `[num_blocks, ...]` of each method that keeps something beside blocks.
-
-        Raises:
-            RuntimeError: layers have memories of their own, or blocks of other sizes.
+        `extras` are `[num_blocks, ...]` of each method that keeps something beside blocks.
+        RuntimeError: as `pages_of`.
         """
         memories = [pages_of(kv_caches, num_blocks, self._page_bytes, "--kv-host-cache")]
         memories += [memory.view(torch.uint8).view(num_blocks, -1) for memory in extras]
@@ -154,11 +149,7 @@ def pages_of(
 ) -> torch.Tensor:
     """Return the blocks of all layers, `[num_blocks, page_bytes]` bytes of one memory.
 
-    Args:
-        kv_caches: of the layers. flag: what needs the blocks.
-
-    Raises:
-        RuntimeError: layers have memories of their own, or blocks of other sizes.
+    RuntimeError, which names `flag`: layers have memories of their own, or blocks of other sizes.
     """
     storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
     found = [_block_bytes(cache, num_blocks) for cache in storages.values()]

@@ -89,11 +89,7 @@ class _Levels:
 
 
 class LateEvictions(StepHooks, EvictionHooks):
-    """Levels the prompts of one worker, and carries out orders.
-
-    Args:
-        policy: the served policy. context: of the worker.
-    """
+    """Levels the prompts of one worker, and carries out orders."""
 
     name = "pressure"
 
@@ -126,8 +122,7 @@ class LateEvictions(StepHooks, EvictionHooks):
     ) -> list[StepEvictions]:
         """Forget what requests had of levels, and return what they would evict at each new one.
 
-        Args:
-            levels: of each request of the step's; one without levels keeps those that it has.
+        A request without new `levels` keeps those that it has.
         """
         self._failed = evictions.failures.of
         for index, (name, own) in enumerate(zip(evictions.request_ids, levels, strict=True)):
@@ -196,10 +191,7 @@ class LateEvictions(StepHooks, EvictionHooks):
         """Evict requests to the levels that were ordered, in all layers of this worker.
 
         A request whose tokens could not be scored ends with an error; its skips change all the
-        same, as those of the other ranks do.
-
-        Args:
-            follow: lets a request follow an order, see `EvictionTracker.order`.
+        same, as those of the other ranks do. For `follow` see `EvictionTracker.order`.
         """
         for request_id, order in orders.items():
             if (plan := follow(request_id, order.orders)) is None:
@@ -234,8 +226,7 @@ class LateEvictions(StepHooks, EvictionHooks):
     ) -> _Marks:
         """Move the survivors of a level to the end of the tokens that have levels, in some layers.
 
-        Args:
-            skip: what each layer has given up before. blocks: of each layer, what it holds.
+        `skip` is what each layer has given up before; `blocks` are what it holds.
         """
         layers, marks = of_layers.layers, of_layers.marks
         before, keeps = skip[layers], point.held[layers].astype(np.int32)

@@ -23,15 +23,7 @@ from vllm_pyramid.worker.worker_layers import WorkerLayers
 
 
 class LayerBinding:
-    """Gives each layer that evicts its context, and takes it away again.
-
-    Attributes:
-        contexts: the contexts of the bound layers, by layer name.
-
-    Args:
-        config: vLLM's. get_model: returns the loaded model.
-        traces: whether kept positions will be traced.
-    """
+    """Gives each layer that evicts its context, by layer name, and takes it away again."""
 
     def __init__(
         self,
@@ -52,9 +44,6 @@ class LayerBinding:
 
     def bind(self, attn_groups: Sequence[Sequence[Any]], trace: TraceWriter | None) -> None:
         """Give the metadata builders and attention of every layer that evicts their context.
-
-        Args:
-            attn_groups: vLLM's attention groups of each KV cache group.
 
         Raises:
             RuntimeError: a layer has an attention which does not follow a policy.
@@ -199,8 +188,7 @@ def check_attention(name: str, group: Any, impl: Any, tracker: EvictionTracker) 
 def rotary_for_scorers(policy: Policy, model: torch.nn.Module, name: str) -> Rotary | None:
     """Return the rotary embedding of a layer, where a scorer of the policy needs it.
 
-    Raises:
-        ValueError: scorers cannot undo the layer's embedding.
+    ValueError: scorers cannot undo the layer's embedding.
     """
     policies = [policy] if policy.inner_policy is None else [policy, policy.inner_policy]
     scorers = [part.scorer for part in policies if part.scorer.needs_rotary]
