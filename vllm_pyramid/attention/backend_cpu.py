@@ -44,7 +44,6 @@ class PyramidCpuBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return a member of vLLM's backend enumeration."""
         return "CUSTOM"
 
     @staticmethod
@@ -137,10 +136,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return LAYER_HOOKS
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V, `[P, G, N, D]` each: planes of a head's memory, allocated as one.
-
-        Where V is in host memory, vLLM's memory is all K. Its memory of 8-bit floats is one of
-        bytes.
+        """Return K and V, `[P, G, N, D]` each; where V is in host memory, vLLM's memory is all
+        K.
         """
         values = self.context.values if self.context is not None else None
         if self._fp8 is not None:
@@ -153,9 +150,8 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return planes[:, :, :tokens], planes[:, :, tokens:]
 
     def _scales(self, layer: Any) -> tuple[float, float]:
-        """Return what the numbers in the layer's caches are multiplied with.
-
-        The scales of a layer that reads another's cache are not that cache's.
+        """Return what the numbers in the layer's caches are multiplied with: of the layer that is
+        read.
         """
         if self._fp8 is None:
             return 1.0, 1.0

@@ -60,9 +60,8 @@ def check_one_table(block_table: torch.Tensor) -> None:
 
 
 def check_head_tables(block_table: torch.Tensor, kv_heads: int, sliding_window: int) -> None:
-    """Raise ValueError unless the tables of KV heads `[R, G, M]` fit the cache and the layer.
-
-    A sliding window counts positions, which a list of chosen pages does not keep.
+    """Raise ValueError unless the tables of KV heads `[R, G, M]` fit the cache, without a
+    window.
     """
     if block_table.dim() == 3 and (block_table.shape[1] != kv_heads or sliding_window):
         raise ValueError(

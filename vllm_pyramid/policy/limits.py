@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every limit of what a request may ask for with its own settings.
-
-The front end, the scheduler and the workers check the limits before they do anything that grows
-with a value. `TABLE` is what docs/usage.md shows (tests/policy/test_limits.py compares them).
-"""
+"""Every limit of what a request may ask for with its own settings; docs/usage.md shows `TABLE`."""
 
 from __future__ import annotations
 

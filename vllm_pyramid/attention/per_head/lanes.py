@@ -62,11 +62,8 @@ class HeadLanes:
     def of_step(
         self, step: Step, query_starts: torch.Tensor, seq_lens: torch.Tensor, longest: int
     ) -> LaneStep:
-        """Return the lanes of a step; the first layer that asks makes them.
-
-        Args:
-            query_starts: `[R + 1]` int32. seq_lens: `[R]` int32.
-            longest: the largest of `seq_lens`, or more.
+        """Return the lanes of a step, made once; `longest` is the largest of `seq_lens`, `[R]`, or
+        more.
         """
         if self._step is not step or self._lanes is None:
             self._step, self._lanes = step, self._made(query_starts, seq_lens, longest)
@@ -115,10 +112,8 @@ class HeadLanes:
         return rows.unflatten(1, (self.count, -1)).flatten(0, 1)
 
     def attend(self, ops: Ops, batch: AttentionBatch, softmax: Softmax, out: torch.Tensor) -> None:
-        """Attend in all lanes of a layer. Prefixes are not shared, so no pages are read together.
-
-        `batch` has `[T, H, D]` queries, and tables, lengths and skips of lanes; `out` is `[T, H,
-        D]`, written.
+        """Attend in all lanes of a layer: `[T, H, D]` queries, and tables, lengths and skips of
+        lanes.
         """
         assert self._lanes is not None, "the layer's metadata are those of a step"
         query, order = self.as_one_head(batch.query), self._lanes.order
@@ -131,10 +126,7 @@ class HeadLanes:
         rows.index_copy_(0, order, found)
 
     def split(self, inputs: AttentionInputs) -> Iterator[AttentionInputs]:
-        """Return what each lane of a layer evicts by: inputs of a layer with one KV head.
-
-        `inputs` are of the layer, with `[T, H, D]` queries, and tables, lengths and skips of lanes.
-        """
+        """Return what each lane of a layer evicts by: inputs of a layer with one KV head."""
         batch, count = inputs.batch, self.count
         group = batch.query.shape[1] // count
         tables = batch.block_table.unflatten(0, (-1, count))

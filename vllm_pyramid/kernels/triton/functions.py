@@ -66,7 +66,6 @@ def reshape_and_cache(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Write K and V with one program for each token and piece of its row."""
     check_cache(key_cache, value_cache)
     num_kv_heads, block_size, head_size = key_cache.shape[1:]
     num_tokens = slot_mapping.shape[0]
@@ -147,7 +146,6 @@ def select(
     sinks: int = 0,
     max_keep: int | None = None,
 ) -> torch.Tensor:
-    """Select with one program for each request and KV head, into `max_keep` columns."""
     check_scores(scores)
     num_requests, num_kv_heads = scores.shape[:2]
     check_some_requests(num_requests)

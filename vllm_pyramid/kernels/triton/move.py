@@ -35,12 +35,11 @@ def compact_kernel(
 ):
     """Move the survivors of one request and KV head to the tail, `BLOCK_D` elements of each row.
 
-    Grid: request and KV head, piece of the row, K or V. No two programs touch the same element, so
-    only the order inside a program matters. Survivor i moves to `base + i`, `base = length - keep`,
-    from a position that is not above it. The tiles of survivors run from the last to the first: the
-    targets of a tile that starts at rank a are `base + a` and above, and the sources of all lower
-    ranks are below `base + a`, so a tile overwrites nothing that a later tile reads. Inside a tile
-    the barrier lets every load finish before the first store.
+    Grid: request and KV head, piece of the row, K or V. No two programs touch the same element.
+    Survivor i moves to `base + i`, `base = length - keep`, never below its own position. Tiles run
+    from the last to the first: the targets of a tile from rank a are `base + a` and above, and the
+    sources of all lower ranks are below. Inside a tile the barrier lets every load finish before
+    the first store.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)

@@ -59,11 +59,8 @@ def _window_mass(
 class WindowLaunch:
     """The launches over one batch, and the arguments that its kernels share.
 
-    Attributes:
-        longest: tokens of the longest prompt. group: query heads of a KV head.
-        num_rows: softmaxes of the batch: `R * H * window`.
-        splits: of the keys, for the first pass over K.
-        config: tile of the kernels. inputs, scalars, strides, switches: of both passes.
+    `num_rows` are the softmaxes of the batch, `R * H * window`; `splits` are of the keys, for the
+    first pass over K.
     """
 
     batch: WindowBatch
@@ -120,7 +117,6 @@ class WindowLaunch:
 
     @property
     def pairs(self) -> int:
-        """The number of (request, KV head) pairs."""
         return self.batch.prompt_lens.shape[0] * self.batch.key_cache.shape[1]
 
     def partials(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of `add_key_mass`: the attention that the queries of a batch give each key.
 
-Attention does not keep its probabilities, so two passes over K compute them again. The first finds
-each row's maximum and sum, split over the context, and is left out if attention has written the
-log-sum-exp. In the second a program owns a tile of keys, multiplies it with all rows and adds up.
-V is not read, nothing of size (queries x keys) is stored, and every element of the result belongs
-to one program, so there are no atomics and the result does not depend on order.
+Two passes over K. The first finds each row's maximum and sum, split over the context, and is left
+out if attention has written the log-sum-exp. In the second a program owns a tile of keys,
+multiplies it with all rows and adds up: the result does not depend on order.
 
 A row is one query of one head: row `i` of a request and KV head is query `i // GROUP` of query head
 `i % GROUP`. Local positions count from `skips[r]`.

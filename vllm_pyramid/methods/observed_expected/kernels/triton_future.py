@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the queries to come: turn them, and find what they are expected to look at.
 
-The variance over the window's queries takes the place of the product with their covariance, so no
-other matrix than the queries is multiplied with K. They are no 16-bit numbers behind the rotation:
-where the cache has 8 or 16 bits, each is the sum of two.
+The variance over the window's queries takes the place of the product with their covariance. The
+turned queries are no 16-bit numbers: where the cache has 8 or 16 bits, each is the sum of two.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from vllm_pyramid.methods.pages.kernels.contract import DevicePageOps, PageOps
 
 
 def page_ops(ops: Ops) -> PageOps:
-    """Return the kernels of page selection that go with the others."""
     own: PageOps = ops.of_method(__name__)
     return own
 

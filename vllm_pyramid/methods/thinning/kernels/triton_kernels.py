@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of `recent_mass`: the attention that recent queries pay to each context key.
 
-There are two passes over K. The first finds each query's log-sum-exp, and is left out if attention
-has written it. In the second a program owns a tile of context keys, multiplies it with all recent
-queries and adds up their weighted probabilities: every number has one writer, and nothing of size
-(queries x keys) is stored.
+Two passes over K. The first finds each query's log-sum-exp, and is left out if attention has
+written it. In the second a program owns a tile of context keys, multiplies it with all recent
+queries and adds up their weighted probabilities: every number has one writer.
 
 A row is one query of one head: row `i` of a request and KV head is its recent query `i // GROUP` of
 query head `i % GROUP`. Local positions count from `skips[r]`.
