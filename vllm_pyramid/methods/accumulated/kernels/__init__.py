@@ -47,5 +47,4 @@ class MassOps(Protocol):
 
 
 def mass_ops(ops: Ops) -> MassOps:
-    own: MassOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

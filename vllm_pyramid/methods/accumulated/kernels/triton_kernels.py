@@ -21,6 +21,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
     load_rows,
     visible_logits,
     with_sink,
+    with_tile,
 )
 from vllm_pyramid.methods.accumulated.kernels.reference import BELOW
 
@@ -136,13 +137,7 @@ def row_statistics_kernel(
             q, k, local, query_local, visible_keys, factors, soft_cap, sliding_window,
             HAS_SOFT_CAP, HAS_WINDOW,
         )  # fmt: skip
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
-        # A row may see no key of this tile, nor of the tiles before it.
-        reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp2(running_max - reference_max) + tl.sum(
-            tl.exp2(logits - reference_max[:, None]), 1
-        )
-        running_max = new_max
+        running_max, running_sum = with_tile(running_max, running_sum, logits)
 
     place = (tokens * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split
     tl.store(partial_max + place, running_max, mask=rows < num_rows)

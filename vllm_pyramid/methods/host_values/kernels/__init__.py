@@ -87,5 +87,4 @@ class ValueOps(Protocol):
 
 
 def value_ops(ops: Ops) -> ValueOps:
-    own: ValueOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

@@ -128,5 +128,4 @@ class ObservedExpectedOps(Protocol):
 
 
 def observed_expected_ops(ops: Ops) -> ObservedExpectedOps:
-    own: ObservedExpectedOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

@@ -10,7 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.kernels.triton.device_functions import LOG2_E, dot, key_factors, load_keys
+from vllm_pyramid.kernels.triton.device_functions import (
+    LOG2_E,
+    dot,
+    key_factors,
+    load_keys,
+    with_tile,
+)
 
 
 # Rows of a larger tensor begin at any multiple of four bytes, and lengths and counts differ from
@@ -227,13 +233,7 @@ def future_logits_kernel(
         stored = counts & (heads < GROUP)[:, None]
         tl.store(lines[:, None] + positions[None, :], found, mask=stored)
         found = tl.where(counts, found, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(found, 1))
-        # The first tiles may have no token that counts.
-        reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp2(running_max - reference_max) + tl.sum(
-            tl.exp2(found - reference_max[:, None]), 1
-        )
-        running_max = new_max
+        running_max, running_sum = with_tile(running_max, running_sum, found)
 
     place = (first_row + row + heads) * num_splits + split
     tl.store(partial_max + place, running_max, mask=heads < GROUP)

@@ -89,13 +89,7 @@ class PageSelection:
         return PageSelection(make(*lists), make(*lists), make(rows), make(rows), make(rows))
 
     def of_rows(self, part: slice) -> PageSelection:
-        return PageSelection(
-            self.block_table[part],
-            self.pages[part],
-            self.counts[part],
-            self.seq_lens[part],
-            self.skips[part],
-        )
+        return PageSelection(*(getattr(self, field.name)[part] for field in fields(self)))
 
 
 @dataclass(frozen=True)

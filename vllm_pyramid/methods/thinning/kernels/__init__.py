@@ -65,5 +65,4 @@ class RecentOps(Protocol):
 
 
 def recent_ops(ops: Ops) -> RecentOps:
-    own: RecentOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

@@ -22,6 +22,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
     natural_log_sum,
     visible_logits,
     with_sink,
+    with_tile,
 )
 
 # A part of a batch may begin at any address in these tensors.
@@ -102,12 +103,7 @@ def recent_log_sum_exp_kernel(
         logits = visible_logits(
             q, k, local, query_local, visible, factors, soft_cap, 0, HAS_SOFT_CAP, False
         )
-        # Every row sees the first key, so no maximum is -inf.
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
-        running_sum = running_sum * tl.exp2(running_max - new_max) + tl.sum(
-            tl.exp2(logits - new_max[:, None]), 1
-        )
-        running_max = new_max
+        running_max, running_sum = with_tile(running_max, running_sum, logits)
     lse = natural_log_sum(running_max, running_sum)
     place = tokens * (NUM_KV_HEADS * GROUP) + heads
     tl.store(log_sum_exp + place, lse, mask=rows < recent * GROUP)
