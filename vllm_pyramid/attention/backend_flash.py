@@ -64,9 +64,7 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Attend by FlashAttention to each KV head as a request; by our kernel where that cannot
-        be.
-        """
+        """Attend by FlashAttention to each KV head as a request, else by our kernel."""
         requests = attended.head_requests
         if requests is None:
             super().attend_to_lists(layer, attended, kv_cache, metadata, output)

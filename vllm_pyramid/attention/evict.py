@@ -62,9 +62,7 @@ def evict_batch(
     hooks: MethodHooks,
     trace: TraceWriter | None,
 ) -> None:
-    """Score, select and compact a batch; `scorer` are hooks that may have scores; None: the
-    policy's.
-    """
+    """Score, select and compact a batch; hooks `scorer` may have scores, else the policy's has."""
     policy = batch.policy
     asks = policy.scorer.asks_ranks or (scorer is not None and scorer.asks_ranks)
     try:

@@ -200,17 +200,13 @@ class LayerContext:
 
 
 def own_inputs(inputs: AttentionInputs, attended: AttentionInputs) -> AttentionInputs:
-    """Return the layer's inputs behind an attention to `attended`, without the log-sum-exp of a
-    choice.
-    """
+    """Return the layer's inputs, without the log-sum-exp of what a method has chosen."""
     return inputs if attended is inputs else replace(inputs, log_sum_exp=None)
 
 
 @dataclass
 class ReaderContext:
-    """The place of a layer that reads the cache of layer `of`; `is_last`: no other does after
-    it.
-    """
+    """The place of a layer that reads the cache of layer `of`, perhaps as the last one."""
 
     of: LayerContext
     is_last: bool

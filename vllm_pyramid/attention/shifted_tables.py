@@ -236,9 +236,7 @@ class ShiftedTables:
 
 
 def _one_memory(shapes: Sequence[tuple[int, int]], device: torch.device) -> list[torch.Tensor]:
-    """Return tables of zeros in one memory, each from a multiple of 16 bytes on, as Triton
-    expects.
-    """
+    """Return tables of zeros in one memory, each from a multiple of 16 bytes on (Triton)."""
     places = [-(-rows // 4) * 4 * width for rows, width in shapes]
     memory = torch.zeros(sum(places), dtype=torch.int32, device=device)
     parts = memory.split(places)

@@ -146,8 +146,6 @@ class TriAttentionScorer(Scorer):
     def probed(self, inputs: ScorerInputs) -> None:
         """Return None: centres are a model's, and the request is made up."""
 
-    # When an engine starts ----------------------------------------------------------------------
-
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         if self.centres is None:
             raise ValueError(

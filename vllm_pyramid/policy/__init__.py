@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to keep of a prompt's KV cache: presets, files and changes to them, read and checked
-once.
-"""
+"""What to keep of a prompt's KV cache: presets, files and changes to them, checked once."""
 
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.policy import DEFAULT_MIN_TOKENS, Policy

@@ -88,9 +88,7 @@ class Allocator(Component):
 
 
 class CurveAllocator(Allocator):
-    """Base class of allocators whose lengths follow from B, m and C: `curve` rounded to whole
-    numbers.
-    """
+    """Base class of allocators whose lengths follow from B, m and C: `curve`, rounded."""
 
     @abstractmethod
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
@@ -117,9 +115,7 @@ class CurveAllocator(Allocator):
             )
 
     def allocate(self, mean: int, num_layers: int, capacity: int) -> Integers:
-        """Return whole tokens per layer, `[m]` int64 in [0, C] that sum to B * m; none is a token
-        off.
-        """
+        """Return `curve` in whole tokens, `[m]` int64 in [0, C] that sum to B * m."""
         assert 0 <= mean <= capacity and num_layers >= 1, (mean, num_layers, capacity)
         if num_layers == 1 or mean == capacity or mean == 0:
             return np.full(num_layers, mean, dtype=np.int64)

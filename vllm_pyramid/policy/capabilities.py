@@ -221,9 +221,7 @@ def asked(*features: Feature) -> dict[Feature, str]:
 
 
 def refusal_of(policy: Policy, used: Used, rows: Iterable[Refusal] = ()) -> Refusal | None:
-    """Return the first row, of the policy's or of `rows`, that refuses features; None if they
-    work.
-    """
+    """Return the first row, of the policy's or of `rows`, that refuses features, or None."""
     every = (*rows, *policy.refusals)
     return next((row for row in every if used.keys() >= {*row.features}), None)
 

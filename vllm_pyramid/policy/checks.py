@@ -18,9 +18,7 @@ OTHERS_KEYS = frozenset(("kv_transfer_params", "kv_cache_report_mode"))
 
 
 def looks_like_ours(key: object) -> bool:
-    """Return whether a key begins with `kv`, in any case and behind any prefix, and is not
-    vLLM's.
-    """
+    """Return whether a key begins with `kv`, in any case and behind any prefix."""
     if not isinstance(key, str) or key in OTHERS_KEYS:
         return False
     return _begin(key).startswith(_PREFIX)

@@ -91,9 +91,7 @@ class EvictionPoints(Chunk):
         )
 
     def worst_length(self, policy: Policy, longest: int) -> int:
-        """Return the length, up to `longest`, of a prompt that holds most blocks: its last piece is
-        full.
-        """
+        """Return the length, up to `longest`, of a prompt that holds most blocks."""
         if not self.tokens:
             return longest
         return max(longest - (longest - _tokens_behind(policy) + 1) % self.tokens, 1)
@@ -117,8 +115,6 @@ class EvictionPoints(Chunk):
         points = [point for point in self.points(policy, plan.prompt_len) if point > whole]
         of_plan = plan.num_layers, plan.block_size
         return plan.with_inner(end_points(inner, points, *of_plan, keep, spans))
-
-    # Answers of a part --------------------------------------------------------------------------
 
     @property
     def works_in_every_step(self) -> bool:

@@ -49,8 +49,6 @@ class Component(BaseModel):
     section: ClassVar[str]
     kind: str
 
-    # When a policy is read ----------------------------------------------------------------------
-
     @classmethod
     def check_class(cls) -> None:
         """Raise ValueError if this class lacks what its section calls."""
@@ -110,8 +108,8 @@ class Component(BaseModel):
 
     @property
     def approximates_answers(self) -> bool:
-        """Return whether K and V of generated tokens are approximate, so that no other request
-        finds them.
+        """Return whether K and V of generated tokens are approximate: no other request finds
+        them.
         """
         return self.splits_at_prompt_end
 
@@ -139,26 +137,18 @@ class Component(BaseModel):
 
     @property
     def begins_evicted(self) -> bool:
-        """Return whether requests may begin with what another engine has evicted, without
-        `kv_turns`.
-        """
+        """Return whether requests may begin with another engine's survivors, without `kv_turns`."""
         return False
 
     @property
     def works_with_orders(self) -> bool:
-        """Return whether evictions may come later than scores (`PressureSchedule`): without hooks,
-        yes.
-        """
+        """Return whether evictions may come later than scores: by default if there are no hooks."""
         return type(self).worker_hooks is Component.worker_hooks
 
     @property
     def leaves_fronts(self) -> bool:
-        """Return whether evictions leave blocks in place (`EvictionPoint.in_place`): without hooks,
-        yes.
-        """
+        """Return whether evictions leave blocks `in_place`: by default if there are no hooks."""
         return self.works_with_orders
-
-    # When an engine starts or a request comes ---------------------------------------------------
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Check numbers in the engine's arguments, or set them, before vLLM has its defaults.
@@ -179,8 +169,6 @@ class Component(BaseModel):
         what is yours. What is left over is refused.
         """
         return self
-
-    # In the engine ------------------------------------------------------------------------------
 
     def block_extras(self, layer: LayerSpec) -> BlockExtras | None:
         """Return what this part keeps beside each block of a layer, and the host cache with it; or

@@ -54,9 +54,7 @@ class Heads(Component):
         return num_kv_heads if self.splits else 1
 
     def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
-        """Raise ValueError if this part is made for a model of another shape; `num_heads` may be
-        None.
-        """
+        """Raise ValueError if this part is made for another shape; `num_heads` None: any."""
 
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> Heads:
         """Return this part for tensor-parallel ranks, which share the block tables of their heads.

@@ -108,9 +108,7 @@ def end_plan(
     spans: Spans,
     in_place: int = 0,
 ) -> Plan:
-    """Return the plan of a prompt's end: what is kept of the prompt without its spans, and
-    these.
-    """
+    """Return the plan of a prompt's end: what is kept of it without its spans, and these."""
     protected = beside_budget(spans, prompt_len, policy)
     rest = policy.allocator.plan(policy, prompt_len - protected, num_layers, block_size, budget)
     if not spans:

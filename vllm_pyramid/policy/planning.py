@@ -68,9 +68,7 @@ def plan_prompt(
 def _answer_plan(
     policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
 ) -> RetentionPlan:
-    """Return the plan of a request whose prompt stays whole, and whose budget is one of its
-    answer.
-    """
+    """Return the plan of a request whose prompt stays whole: the budget is its answer's."""
     whole = np.full(num_layers, prompt_len)
     end = EvictionPoint.of(prompt_len, block_size, prompt_len, whole, True, front=prompt_len)
     end = replace(end, in_place=prompt_len // block_size * block_size)
@@ -162,9 +160,7 @@ def peak_blocks_up_to(
 
 
 def can_evict_after(policy: Policy, tokens: int, num_layers: int, block_size: int) -> bool:
-    """Return whether a chunk of up to `tokens` tokens can end at an eviction with some allowed
-    budget.
-    """
+    """Return whether a chunk of up to `tokens` tokens can end at an eviction."""
     if 0 < policy.chunk.tokens <= tokens:
         return True
     budget = Budget(tokens=policy.min_budget)

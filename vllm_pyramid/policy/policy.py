@@ -205,9 +205,7 @@ class Policy(BaseModel):
         return any(part.attends for part in self.parts)
 
     def excludes_graphs(self, stages: int) -> bool:
-        """Say whether parts that attend, of any pipeline stage, forbid a graph of a whole decode
-        step.
-        """
+        """Say whether parts that attend, of any stage, forbid a graph of a whole decode step."""
         of_attention = [part for part in self.parts if part.attends]
         if stages > 1:
             return bool(of_attention)
@@ -257,9 +255,7 @@ class Policy(BaseModel):
             )
 
     def block_sizes(self, num_layers: int, block_size: int) -> IntArray:
-        """Return the tokens of a cache block in each layer, `[num_layers]` int32: twice as many
-        without V.
-        """
+        """Return the tokens of a block, twice as many without V: `[num_layers]` int32."""
         both = [self.values.on_device(layer) for layer in range(num_layers)]
         return np.where(both, block_size, 2 * block_size).astype(np.int32)
 

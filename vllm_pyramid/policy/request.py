@@ -254,9 +254,7 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
 def check_request(
     policy: Policy, params: Any, why_no_turns: str | None = None, turn_mode: str = AUTO_MODE
 ) -> ServedRequest:
-    """Check the settings of a client's request, in the front end; ValueError: they cannot be
-    served.
-    """
+    """Check the settings of a client's request, in the front end; ValueError: a mistake."""
     check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} cannot be set by requests: leave it out")

@@ -48,9 +48,7 @@ class Schedule(Component):
 
     @property
     def keeps_prompts(self) -> bool:
-        """Whether prompts stay whole, the budget is the answer's, and scorers see only what is
-        behind.
-        """
+        """Whether prompts stay whole: the budget is the answer's, and scorers see that alone."""
         return False
 
     @property
@@ -94,9 +92,7 @@ class Schedule(Component):
         return usual.keep
 
     def front(self, prompt: EvictionPoint, computed: int) -> IntArray:
-        """Return how many of a layer's first tokens, which earlier evictions kept, stay anyway:
-        `[L]`.
-        """
+        """Return how many of a layer's first tokens stay whatever their scores: `[L]`."""
         return np.zeros_like(prompt.keep)
 
     def recent(self, prompt: EvictionPoint, computed: int) -> int:

@@ -128,9 +128,7 @@ class Scorer(Component):
         return batch.score_each(self.kind, self.score_parts)
 
     def compiled(self, batch: EvictionBatch) -> torch.Tensor:
-        """Score a made-up batch, whose cache holds anything, to compile what `scores` launches, if
-        anything.
-        """
+        """Score a made-up batch, whose cache holds anything, to compile what `scores` launches."""
         import torch
 
         if type(self).scores is not Scorer.scores:

@@ -36,9 +36,7 @@ class Selector(Component):
         raise NotImplementedError
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
-        """Choose for all requests that evict in a step, as `ops.select`: `[S, G, max_keep]`
-        int32.
-        """
+        """Choose for all requests that evict in a step: `[S, G, max_keep]`, as `ops.select`."""
         return batch.select_each(self.kind, self.select, scores)
 
     def probed(self, scores: torch.Tensor, keep: int) -> torch.Tensor | None:

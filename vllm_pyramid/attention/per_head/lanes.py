@@ -62,9 +62,7 @@ class HeadLanes:
     def of_step(
         self, step: Step, query_starts: torch.Tensor, seq_lens: torch.Tensor, longest: int
     ) -> LaneStep:
-        """Return the lanes of a step, made once; `longest` is the largest of `seq_lens`, `[R]`, or
-        more.
-        """
+        """Return the lanes of a step, made once; `longest` bounds `seq_lens`, `[R]`."""
         if self._step is not step or self._lanes is None:
             self._step, self._lanes = step, self._made(query_starts, seq_lens, longest)
         return self._lanes
@@ -92,8 +90,6 @@ class HeadLanes:
             -(-longest // self.block_size),
         )
 
-    # One layer ------------------------------------------------------------------------------------
-
     def tables(self, step: LaneStep, table: torch.Tensor) -> torch.Tensor:
         """Return the lanes' tables, `[R * G, num_blocks]` int32, of a layer's `[>= R, M]`."""
         requests = len(step.seq_lens) // self.count
@@ -112,9 +108,7 @@ class HeadLanes:
         return rows.unflatten(1, (self.count, -1)).flatten(0, 1)
 
     def attend(self, ops: Ops, batch: AttentionBatch, softmax: Softmax, out: torch.Tensor) -> None:
-        """Attend in all lanes of a layer: `[T, H, D]` queries, and tables, lengths and skips of
-        lanes.
-        """
+        """Attend in all lanes of a layer; the batch has `[T, H, D]` queries, and lanes' tables."""
         assert self._lanes is not None, "the layer's metadata are those of a step"
         query, order = self.as_one_head(batch.query), self._lanes.order
         rows = out.view(query.shape)

@@ -48,9 +48,7 @@ class HeadTableLayout(TableLayout):
         return 4 * (max_num_reqs * lanes + 1) + 8 * lanes * max_num_tokens * (num_layers + 1)
 
     def check(self, name: str, impl: Any) -> None:
-        """Raise ValueError unless a layer's attention serves tables of single KV heads, without
-        sinks.
-        """
+        """Raise ValueError unless a layer's attention serves tables of heads, without sinks."""
         if not getattr(impl, "serves_single_heads", False):
             raise ValueError(
                 f"layer {name} has the attention {type(impl).__qualname__}, which has no block "

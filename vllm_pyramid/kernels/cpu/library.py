@@ -182,9 +182,7 @@ def most_scratch_bytes() -> int:
 
 
 def shared_rows() -> int:
-    """Return the rows (token, query head, layer, step) that read shared pages together, since
-    loading.
-    """
+    """Return the rows (token, head, layer, step) that have read shared pages together."""
     return int(load().pyr_shared_rows())
 
 

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels and their launchers (`*_launch.py`, which check); `functions.py` is the back
-end.
-"""
+"""Triton kernels and their launchers (`*_launch.py`); `functions.py` is the back end."""

@@ -130,9 +130,7 @@ class Workspace:
         device: torch.device | str,
         rows: int | None = None,
     ) -> Workspace:
-        """Allocate scratch for every batch size; `rows` is requests * query heads * splits, if
-        there are more.
-        """
+        """Allocate scratch for every batch size, or `rows` of a query head and split."""
         device = torch.device(device)
         programs = target_programs(device)
         if rows is None:

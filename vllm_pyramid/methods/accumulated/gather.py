@@ -87,8 +87,6 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             self.after_attention(inputs)
             self.first_queries = None
 
-    # Every step -----------------------------------------------------------------------------------
-
     def begin_step(self, step: Step) -> StepNeeds:
         """Find the first query to which the next eviction of each request looks back."""
         point, looks = next_evictions(step, self.policy, self.scorer, inside=self.inside)
@@ -161,8 +159,6 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def end_step(self, step: Step) -> None:
         """Gather nothing in steps without requests, which do not begin."""
         self.first_queries = None
-
-    # An eviction ----------------------------------------------------------------------------------
 
     def score(self, batch: EvictionBatch) -> torch.Tensor | None:
         if batch.policy.scorer != self.scorer:

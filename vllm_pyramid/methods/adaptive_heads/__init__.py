@@ -72,8 +72,6 @@ class AdaptiveHeads(HeadLengths):
 
         return HeadSolver(policy, context)
 
-    # Answers of a part --------------------------------------------------------------------------
-
     def check(self, policy: Policy) -> None:
         self.check_parts(policy)
         self.check_scorer(policy)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the host pool is, and what that makes of the device's: each page has one on the
-host.
-"""
+"""How large the host pool is, and what that makes of the device's, page by page."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def capped_cache_bytes(
 def check_host_memory(
     pool_bytes: int, swap_bytes: int | None, *, free_bytes: int, workers: int
 ) -> None:
-    """Raise ValueError unless the pools of this machine's workers, `pool_bytes` each, can be
-    allocated.
-    """
+    """Raise ValueError unless the pools of this machine's workers can be allocated."""
     if swap_bytes is not None and pool_bytes > swap_bytes:
         raise ValueError(
             f"the device's KV cache of {gib(pool_bytes)} has pages for which --kv-swap-space "

@@ -45,8 +45,6 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         self._past_prompt = np.zeros(0, bool)
         self._last_queries = torch.zeros(0, dtype=torch.int64)
 
-    # Memory ---------------------------------------------------------------------------------------
-
     def limit_cache(self, num_bytes: int) -> int:
         """Return the bytes that the device's KV cache may take, since V needs host memory, too.
 
@@ -109,8 +107,6 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
             return None
         assert self.host_pool is not None
         return self.host_pool.values(key_cache)
-
-    # Every step -----------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
         """Find how many keys each request uses: all of them until its prompt has been processed."""

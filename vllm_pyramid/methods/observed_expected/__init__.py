@@ -102,9 +102,7 @@ class ObservedExpectedScorer(Scorer):
         return F.pad(scores, (inputs.sinks, inputs.window))
 
     def scores(self, batch: EvictionBatch) -> torch.Tensor:
-        """Return the scores by this folder's kernels; ValueError: a request has too few queries in
-        the step.
-        """
+        """Return the scores by kernels; ValueError: a request has too few queries in the step."""
         import numpy as np
 
         from vllm_pyramid.kernels.records import WindowBatch

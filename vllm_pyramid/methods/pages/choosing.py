@@ -193,9 +193,7 @@ class Choosing:
         )
 
     def tables(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tables `[S, G, W]`, lengths and skips `[S]` int32 of all rows, whether they choose
-        or not.
-        """
+        """Return tables `[S, G, W]`, lengths and skips `[S]` int32 of all rows."""
         selected = self.selection
         if self.indices is None:
             return selected.block_table, selected.seq_lens, selected.skips

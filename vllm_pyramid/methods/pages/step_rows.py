@@ -91,9 +91,7 @@ class StepReadsPlan:
         self.read[layer, self.chooses] = counts
 
     def check(self, failed: npt.NDArray[np.bool_], request_ids: list[str]) -> None:
-        """Raise PlanMismatchError if what was read differs from the plan, but for requests that
-        `failed`.
-        """
+        """Raise PlanMismatchError if what was read, except by `failed`, differs from the plan."""
         wrong = (self.read != self.planned).any(axis=0) & ~failed[self.requests]
         for token in np.flatnonzero(wrong).tolist():
             raise PlanMismatchError(

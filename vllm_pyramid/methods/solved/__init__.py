@@ -173,9 +173,7 @@ class SolvingAllocator(Allocator):
 
     @abstractmethod
     def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
-        """Return tokens per layer: `[m]` int64 in [0, C], B * m in all (at most, if
-        `sets_total`).
-        """
+        """Return tokens per layer, `[m]` int64 in [0, C]: B * m, or fewer if `sets_total`."""
 
 
 class GlobalAllocator(SolvingAllocator):

@@ -35,9 +35,7 @@ class LayerSolver(CacheHooks, EvictionHooks):
         self._context = context
 
     def bytes_per_block(self) -> int:
-        """Return the bytes for a block's scores, which wait for the step's last layer; padding
-        doubles them.
-        """
+        """Return the bytes for a block's scores, which wait for the step's last layer."""
         tokens = max(spec.block_size for spec in self._context.specs)
         numbers = max(spec.num_kv_heads * spec.block_size for spec in self._context.specs)
         # Evidence is kept layer by layer, and once more for all layers together.

@@ -176,9 +176,7 @@ class StreamingHeads(HeadLengths):
         )
 
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> StreamingHeads:
-        """Return this part for several ranks; ValueError: no head streams, although the policy asks
-        for it.
-        """
+        """Return this part for several ranks; ValueError: no head streams, as the policy asks."""
         if self.ranks not in (1, ranks):
             raise ValueError(
                 f"heads.ranks is {self.ranks}, and {ranks} tensor-parallel ranks have KV heads of "

@@ -43,18 +43,14 @@ class ScoreFiles(NamedTuple):
 
 
 def read_scores(path: Path) -> ScoreFiles:
-    """Read DuoAttention's folder, clipped to 0 .. 1 as there, or HeadKV's file; ValueError:
-    wrong.
-    """
+    """Read DuoAttention's folder, clipped to 0 .. 1, or HeadKV's file; ValueError: wrong."""
     if path.suffix == ".json":
         return ScoreFiles(_query_heads(path), None, None)
     return _read_folder(path)
 
 
 def of_kv_heads(scores: Scores, num_kv_heads: int) -> npt.NDArray[np.float64]:
-    """Return scores of KV heads, `[L, G]`, of `[L][G]` or `[L][H]`: those of their best query
-    heads.
-    """
+    """Return scores of KV heads, `[L, G]`: of `[L][H]` those of their best query heads."""
     grouped = np.array(scores).reshape(len(scores), num_kv_heads, -1)
     found: npt.NDArray[np.float64] = grouped.max(axis=2)
     return found
@@ -81,9 +77,7 @@ def check_lanes(what: str, scores: Scores, num_lanes: int) -> None:
 def check_heads(
     what: str, scores: Scores, num_layers: int, num_kv_heads: int, num_heads: int | None
 ) -> None:
-    """Raise ValueError unless the scores fit a model; `num_heads` None: any multiple of KV
-    heads.
-    """
+    """Raise ValueError unless the scores fit a model; `num_heads` None: any multiple."""
     layers, heads = len(scores), len(scores[0])
     fits = heads in (num_kv_heads, num_heads) if num_heads else not heads % num_kv_heads
     if layers != num_layers or not fits:

@@ -89,9 +89,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         return of_scores + 2 * 4 * pieces * entries + (4 * heads + 4 * 8) * tokens
 
     def compile_kernels(self, inputs: AttentionInputs) -> None:
-        """Launch the kernels for a piece of two tokens, except `compact`, with scores of the asked
-        width.
-        """
+        """Launch the kernels, except `compact`, for two tokens and scores of the asked width."""
         assert inputs.batch.max_seq_len is not None
         device, width = inputs.query.device, min(inputs.batch.max_seq_len, LONGEST_KIND)
         one = torch.ones(1, dtype=torch.int32, device=device)

@@ -31,9 +31,7 @@ def topn_attention(
     value_rows: torch.Tensor | None = None,
     choosers: Choosers | None = None,
 ) -> None:
-    """Attend with one thread for each choosing request and KV head; others get `paged_attention`'s
-    bits.
-    """
+    """Attend with one thread for each choosing request and KV head; others: `paged_attention`."""
     del choosers
     attention = attention_record(out, batch, batch.value_cache, softmax, None)
     requests = batch.seq_lens.shape[0]

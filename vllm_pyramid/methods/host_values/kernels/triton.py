@@ -91,9 +91,7 @@ def topn_attention(
 
 
 def workspace_cells(choosers: int, num_heads: int, columns: int, max_top_n: int) -> int:
-    """Return the float32 cells of scratch for `choosers` queries at once, which see `columns`
-    keys.
-    """
+    """Return the float32 cells that `choosers` queries need at once, which see `columns` keys."""
     return choosers * num_heads * (columns + 2 * max_top_n + 1) + 4 * _ALIGNMENT
 
 
