@@ -14,13 +14,7 @@ from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
 from vllm_pyramid.policy.kept_spans import Spans, merged, parse_spans
-from vllm_pyramid.policy.limits import (
-    MAX_KEYS,
-    MAX_NAME,
-    MAX_SESSION_NAME,
-    MAX_TOP_N,
-    MAX_TURNS,
-)
+from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_SESSION_NAME, MAX_TOP_N, MAX_TURNS
 
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),

@@ -22,11 +22,7 @@ from vllm_pyramid.kernels.triton.checks import (
     check_table,
     check_unit_stride,
 )
-from vllm_pyramid.kernels.triton.move import (
-    compact_kernel,
-    copy_blocks_kernel,
-    write_rows_kernel,
-)
+from vllm_pyramid.kernels.triton.move import compact_kernel, copy_blocks_kernel, write_rows_kernel
 from vllm_pyramid.kernels.triton.select import select_kernel, unrankable_kernel
 from vllm_pyramid.kernels.triton.tiles import Workspace
 from vllm_pyramid.kernels.triton.window_scores_launch import window_scores

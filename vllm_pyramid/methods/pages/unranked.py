@@ -8,18 +8,13 @@ the step's tokens (`step/failures.py`).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-from vllm_pyramid.step.failures import METHOD, SCORES, Failure
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm_pyramid.methods.pages.choosing import Choosing
-    from vllm_pyramid.methods.pages.kernels.records import PageLists
-    from vllm_pyramid.step.failures import Failures
+from vllm_pyramid.methods.pages.choosing import Choosing
+from vllm_pyramid.methods.pages.kernels.records import PageLists
+from vllm_pyramid.step.failures import METHOD, SCORES, Failure, Failures
 
 _UNRANKED = Failure(
     SCORES, "its keys or queries have NaN or infinity, so its pages cannot be ranked"

@@ -24,8 +24,6 @@ Called before and after vLLM resolves its defaults.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -33,10 +31,8 @@ from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.step_limits import step_limits
 from vllm_pyramid.compat.thin_forward import ARCHITECTURES, refusal
-
-if TYPE_CHECKING:
-    from vllm_pyramid.methods.thinning import DecayAllocator
-    from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.methods.thinning import DecayAllocator
+from vllm_pyramid.policy.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
 

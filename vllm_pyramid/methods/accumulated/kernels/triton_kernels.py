@@ -28,7 +28,7 @@ from vllm_pyramid.methods.accumulated.kernels.reference import BELOW
 BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
 # These may begin at any multiple of four bytes; one variant of a kernel serves all layers.
 ROWS_OF_LARGER_TENSORS = [
-    *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "sinks"),
+    *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "sinks")
 ]
 
 

@@ -257,13 +257,7 @@ def topn_values_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["block_table", "places"])
 def copy_pages_kernel(
-    target,
-    source,
-    block_table,
-    places,
-    page_words,
-    stride_table,
-    BLOCK: tl.constexpr,
+    target, source, block_table, places, page_words, stride_table, BLOCK: tl.constexpr
 ):
     """Copy `BLOCK` words of one page. Grid: place, piece of the page."""
     place = places + 3 * tl.program_id(0)

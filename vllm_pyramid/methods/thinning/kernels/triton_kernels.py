@@ -26,9 +26,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
 )
 
 # A part of a batch may begin at any address in these tensors.
-OF_REQUESTS = [
-    *("block_table", "query_ends", "seq_lens", "skips", "recents"),
-]
+OF_REQUESTS = [*("block_table", "query_ends", "seq_lens", "skips", "recents")]
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_REQUESTS)
