@@ -35,7 +35,7 @@ class LayerSolver(CacheHooks, EvictionHooks):
         """Return the bytes for a block's scores, which wait for the step's last layer."""
         tokens = max(spec.block_size for spec in self._context.specs)
         numbers = max(spec.num_kv_heads * spec.block_size for spec in self._context.specs)
-        # Evidence is kept layer by layer, and once more for all layers together.
+        # Padding may double them. Evidence is kept by layer, and once more for all layers.
         return 2 * 4 * (numbers + 2 * tokens * self.solver.sees_tokens)
 
     def bytes_of_buffers(self) -> int:
