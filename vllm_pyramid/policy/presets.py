@@ -183,18 +183,13 @@ def _resolve_key(data: dict[str, Any], key: str, where: str) -> tuple[str | None
         f"{name} {kind!r}"
         for name, base in SECTIONS.items()
         for kind, cls in built_in_kinds(base).items()
-        if _field_of(key, name) in cls.model_fields
+        if key.removeprefix(f"{name}.") in cls.model_fields
     ]:
         hint = f" (it belongs to {', '.join(elsewhere)})"
     raise ValueError(
         f"{where}: unknown argument {key!r}{hint}; with {kinds} the valid ones are: "
         f"{', '.join(valid)} (the part before a dot may be left out where it is clear)"
     )
-
-
-def _field_of(key: str, section: str) -> str:
-    """Return the field that a plain or dotted key means in a section."""
-    return key.removeprefix(f"{section}.")
 
 
 def _section_fields(data: dict[str, Any]) -> dict[str, list[str]]:

@@ -63,11 +63,8 @@ class HeadLanes:
         self, step: Step, query_starts: torch.Tensor, seq_lens: torch.Tensor, longest: int
     ) -> LaneStep:
         """Return the lanes of a step, made once; `longest` bounds `seq_lens`, `[R]`."""
-        if self._step is not step or self._lanes is None:
-            self._step, self._lanes = step, self._made(query_starts, seq_lens, longest)
-        return self._lanes
-
-    def _made(self, query_starts: torch.Tensor, seq_lens: torch.Tensor, longest: int) -> LaneStep:
+        if self._step is step and self._lanes is not None:
+            return self._lanes
         count, lens = self.count, query_starts.diff().long()
         requests = torch.arange(len(lens)).repeat_interleave(lens)
         tokens = torch.arange(len(requests))
@@ -80,7 +77,7 @@ class HeadLanes:
             # Stable by request and head, so tokens of a lane stay in order.
             lanes = requests[:, None] * count + torch.arange(count)
             order = lanes.flatten().argsort(stable=True)
-        return LaneStep(
+        made = LaneStep(
             seq_lens.repeat_interleave(count),
             starts,
             order,
@@ -89,6 +86,8 @@ class HeadLanes:
             positions % self.block_size,
             -(-longest // self.block_size),
         )
+        self._step, self._lanes = step, made
+        return made
 
     def tables(self, step: LaneStep, table: torch.Tensor) -> torch.Tensor:
         """Return the lanes' tables, `[R * G, num_blocks]` int32, of a layer's `[>= R, M]`."""

@@ -98,9 +98,7 @@ def lse_address(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> int:
     """Return the address of a contiguous float32 `[T, H]`; 0 for None."""
     if log_sum_exp is None:
         return 0
-    check_lse(log_sum_exp, query)
-    if not log_sum_exp.is_contiguous():
-        raise ValueError(f"log_sum_exp must be contiguous, got strides {log_sum_exp.stride()}")
+    check_lse(log_sum_exp, query, dense=True)
     return log_sum_exp.data_ptr()
 
 
