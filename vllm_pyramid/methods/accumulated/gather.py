@@ -18,14 +18,14 @@ layers, R requests of the step.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.accumulated.kernels import mass_ops
 from vllm_pyramid.methods.next_evictions import next_evictions
-from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.eviction_batch import EvictionBatch, check_scores
 from vllm_pyramid.step.hooks import (
@@ -39,6 +39,10 @@ from vllm_pyramid.step.hooks import (
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.accumulated import AccumulatingScorer
+    from vllm_pyramid.policy.policy import Policy
 
 # A position that no query reaches: the mass of such a request is not needed.
 NO_QUERY = np.iinfo(np.int32).max

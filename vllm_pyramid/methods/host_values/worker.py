@@ -3,26 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from vllm_pyramid.compat.cpu_resources import available_host_memory
-from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.host_values.fetch import FetchedValues
 from vllm_pyramid.methods.host_values.kernels import value_ops
 from vllm_pyramid.methods.host_values.pool import HostPool
 from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory, gib
 from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
 from vllm_pyramid.plan import PlanMismatchError
-from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
 from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.score_check import mark_wrong_attention
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.host_values import HostValues
+    from vllm_pyramid.policy.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.methods.pages.choosing import TILE, padded
 from vllm_pyramid.methods.pages.kernels import device_page_ops
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
-from vllm_pyramid.methods.pages.step_rows import Bounds
-from vllm_pyramid.methods.pages.summaries import Summaries
-from vllm_pyramid.step.attention_inputs import AttentionInputs
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.pages import SelectPages
+    from vllm_pyramid.methods.pages.step_rows import Bounds
+    from vllm_pyramid.methods.pages.summaries import Summaries
+    from vllm_pyramid.step.attention_inputs import AttentionInputs
 
 
 def compile_kernels(

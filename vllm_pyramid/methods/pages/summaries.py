@@ -7,14 +7,18 @@ R requests, S rows of attention.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from vllm_pyramid.methods.pages.choosing import Filling
 from vllm_pyramid.methods.pages.kernels import page_ops
 from vllm_pyramid.methods.pages.trial import check_result
-from vllm_pyramid.policy.page_scorer import PageScorer
-from vllm_pyramid.step.attention_inputs import AttentionInputs
-from vllm_pyramid.step.eviction_batch import EvictionBatch
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.pages.choosing import Filling
+    from vllm_pyramid.policy.page_scorer import PageScorer
+    from vllm_pyramid.step.attention_inputs import AttentionInputs
+    from vllm_pyramid.step.eviction_batch import EvictionBatch
 
 
 class Summaries:

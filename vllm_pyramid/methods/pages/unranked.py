@@ -8,13 +8,18 @@ the step's tokens (`step/failures.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_pyramid.methods.pages.choosing import Choosing
-from vllm_pyramid.methods.pages.kernels.records import PageLists
-from vllm_pyramid.step.failures import METHOD, SCORES, Failure, Failures
+from vllm_pyramid.step.failures import METHOD, SCORES, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pyramid.methods.pages.choosing import Choosing
+    from vllm_pyramid.methods.pages.kernels.records import PageLists
+    from vllm_pyramid.step.failures import Failures
 
 _UNRANKED = Failure(
     SCORES, "its keys or queries have NaN or infinity, so its pages cannot be ranked"

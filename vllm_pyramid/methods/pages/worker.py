@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.methods.pages.chooser import PageChooser, names_of
 from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling
 from vllm_pyramid.methods.pages.compiled import compile_kernels
@@ -18,12 +18,15 @@ from vllm_pyramid.methods.pages.reads import NAME, StepReads
 from vllm_pyramid.methods.pages.step_rows import Bounds, StepReadsPlan
 from vllm_pyramid.methods.pages.summaries import Summaries
 from vllm_pyramid.methods.pages.unranked import flag_lists
-from vllm_pyramid.plan import IntArray
-from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, LayerHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.step import Step, WorkerRequest
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.pages import SelectPages
+    from vllm_pyramid.plan import IntArray
+    from vllm_pyramid.policy.policy import Policy
 
 
 class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):

@@ -7,16 +7,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.plan import DeferredPlan
-from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.solved import SolvingAllocator
+    from vllm_pyramid.policy.policy import Policy
+
 
 # What `measures` keeps of a token in a layer: its share, sorted and summed, in eight bytes each.
 _BYTES_OF_A_SHARE = 72

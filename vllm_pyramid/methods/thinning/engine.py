@@ -24,6 +24,8 @@ Called before and after vLLM resolves its defaults.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -31,8 +33,10 @@ from vllm.platforms import current_platform
 
 from vllm_pyramid.compat.step_limits import step_limits
 from vllm_pyramid.compat.thin_forward import ARCHITECTURES, refusal
-from vllm_pyramid.methods.thinning import DecayAllocator
-from vllm_pyramid.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.thinning import DecayAllocator
+    from vllm_pyramid.policy.policy import Policy
 
 logger = init_logger(f"vllm.{__name__}")
 

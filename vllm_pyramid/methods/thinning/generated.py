@@ -21,20 +21,22 @@ keys in each decode step, and 4 bytes a token, layer and KV head.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm_pyramid.methods.accumulated.gather import KeyMass
-from vllm_pyramid.methods.thinning import RecentEnsembleScorer, ThinGeneratedSchedule
-from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.hooks import WorkerContext
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.thinning import RecentEnsembleScorer, ThinGeneratedSchedule
+    from vllm_pyramid.policy.policy import Policy
 
 # Marked keys have this mass, or minus it: whatever is added later is too small to
 # change it, and the sum over all heads is still finite.

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm_pyramid.compat.thin_forward import thin_between_layers
-from vllm_pyramid.methods.thinning import DecayAllocator, RecentEnsembleScorer
 from vllm_pyramid.methods.thinning.kernels import RecentBatch, recent_ops
 from vllm_pyramid.methods.thinning.step import StepThinning, ThinnedPositions
 from vllm_pyramid.plan import IntArray, Piece
-from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.failures import SCORES, Failure
 from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, StepHooks, StepNeeds, WorkerContext
 from vllm_pyramid.step.step import Step, WorkerRequest
 from vllm_pyramid.step.upload import upload
+
+if TYPE_CHECKING:
+    from vllm_pyramid.methods.thinning import DecayAllocator, RecentEnsembleScorer
+    from vllm_pyramid.policy.policy import Policy
+
 
 # No constant of a kernel follows from a number of columns beyond this.
 LONGEST_KIND = 4096
