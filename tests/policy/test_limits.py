@@ -11,9 +11,10 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.plan import budget
 from vllm_pyramid.plan.quoted import MAX_QUOTED, quoted
-from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.limits import MAX_KEYS, MAX_SPANS, MAX_TURNS, TABLE
+from vllm_pyramid.policy import limits, load_policy
+from vllm_pyramid.policy.limits import MAX_KEYS, MAX_SPANS, MAX_TURNS
 from vllm_pyramid.policy.request import ServedRequest, check_request, for_request
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS
 
@@ -30,10 +31,27 @@ def _check(extra: dict[str, Any]) -> ServedRequest:
 
 def test_the_documents_list_every_limit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
-    rows = [f"| {setting} | {limit} |" for setting, limit in TABLE]
-    assert "\n".join(rows) in page, "docs/usage.md shall have these rows:\n" + "\n".join(rows)
-    listed = "".join(setting for setting, _ in TABLE)
-    assert all(f"`{key}`" in listed for key in REQUEST_KEYS)
+    table = page.partition("(`vllm_pyramid/policy/limits.py`):")[2].partition("\n\nKeys")[0]
+    rows = dict(re.findall(r"^\| (?:all of )?`(\w+)` \| (.+) \|$", table, re.M))
+    numbers = {key: re.findall(r"\d[\d,]*", row) for key, row in rows.items()}
+    listed = {key: [int(one.replace(",", "")) for one in found] for key, found in numbers.items()}
+    assert listed == {
+        "vllm_xargs": [limits.MAX_KEYS],
+        "kv_budget": [1, budget.MAX_TOKENS, 0, 100, budget.MAX_DECIMALS, budget.MAX_TEXT],
+        "kv_min_tokens": [0, budget.MAX_TOKENS],
+        "kv_policy": [limits.MAX_NAME],
+        "kv_application": [limits.MAX_NAME, limits.MAX_APPLICATIONS],
+        "kv_top_n": [1, limits.MAX_TOP_N],
+        "kv_attend_budget": [],
+        "kv_turns": [limits.MAX_TURNS, limits.FREE_EVICTIONS, limits.TOKENS_PER_EVICTION],
+        "kv_keep": [limits.MAX_SPANS],
+        "kv_turn_mode": [],
+        "kv_session": [
+            *(1, limits.MAX_SESSION_NAME, limits.MAX_TURNS, limits.MAX_SESSION_TURNS),
+            *(limits.MAX_SESSIONS, limits.MAX_SESSIONS_TURNS),
+        ],
+    }
+    assert listed.keys() == {"vllm_xargs", *REQUEST_KEYS}
 
 
 @pytest.mark.parametrize(

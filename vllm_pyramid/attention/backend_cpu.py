@@ -44,7 +44,6 @@ class PyramidCpuBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return a member of vLLM's backend enumeration."""
         return "CUSTOM"
 
     @staticmethod
@@ -137,11 +136,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return LAYER_HOOKS
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V, `[P, G, N, D]` each: planes of a head's memory, allocated as one.
-
-        Where V is in host memory, vLLM's memory is all K. Its memory of 8-bit floats is one of
-        bytes.
-        """
+        """Return K and V, `[P, G, N, D]`; vLLM's memory is all K where V is in host memory."""
         values = self.context.values if self.context is not None else None
         if self._fp8 is not None:
             kv_cache = kv_cache.view(self._fp8)
@@ -153,10 +148,7 @@ class PyramidCpuImpl(AttentionImpl[PyramidCpuMetadata]):
         return planes[:, :, :tokens], planes[:, :, tokens:]
 
     def _scales(self, layer: Any) -> tuple[float, float]:
-        """Return what the numbers in the layer's caches are multiplied with.
-
-        The scales of a layer that reads another's cache are not that cache's.
-        """
+        """Return the scales of K and V in the cache that the layer reads."""
         if self._fp8 is None:
             return 1.0, 1.0
         if (target := self.kv_sharing_target_layer_name) is not None:

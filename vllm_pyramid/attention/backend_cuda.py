@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over every layer's own, shorter table, in front of vLLM's CUDA attention backends.
 
-`PyramidImplMixin` goes in front of a stock implementation, as `PyramidBuilderMixin` of
-`cuda_metadata.py` does in front of its builder: `backend_flash.py` and `backend_triton.py`. The
-kernels are vLLM's.
+`PyramidImplMixin` goes in front of a stock implementation, as `PyramidBuilderMixin` does in front
+of its builder.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from vllm_pyramid.step.hooks import LAYER_HOOKS
 def metadata_of(inputs: AttentionInputs, metadata: Any) -> Any:
     """Return a copy of the stock metadata with the table and lengths that a method chose.
 
-    Triton and FlashAttention find all that they read of a batch under these names. Schedules and
-    graphs would be of the step's own table; our builders make none.
+    Schedules and graphs would be of the step's own table; our builders make none.
     """
     batch = inputs.batch
     assert batch.max_query_len is not None and batch.max_seq_len is not None
@@ -72,11 +70,10 @@ class PyramidImplMixin:
 
     @classmethod
     def called_hooks(cls, policy: Policy) -> frozenset[str]:
-        """Return the hooks of layers that are called in every step.
+        """Return the hooks of layers that are called in every step, which a graph of it leaves out.
 
-        A captured graph of a whole step leaves all of them out. Where a policy works during prompts
-        alone, steps that only decode may be such graphs: what gathers from prompts is called, what
-        attends is not.
+        Where a policy works during prompts alone, steps that only decode may be such graphs: what
+        gathers from prompts is called, what attends is not.
         """
         if policy.works_in_every_step or policy.attends:
             return LAYER_HOOKS
@@ -133,11 +130,8 @@ class PyramidImplMixin:
     ) -> torch.Tensor:
         """Attend by vLLM's kernel or a method, then let the policy gather and evict.
 
-        Args:
-            query: `[T, H, D]`.
-            kv_cache: `[P, G, N, 2 * D]`, K then V in a token's row (`_parts`); `[P, G, N, D]` where
-                V is in host memory and a method attends.
-            output: `[T, H, D]`, written. args, kwargs: scales of fused output quantisation.
+        `query` is `[T, H, D]`, `output` `[T, H, D]`, written. `kv_cache` is `[P, G, N, 2 * D]`, K
+        then V in a token's row, or `[P, G, N, D]` where V is in host memory and a method attends.
         """
         context = self.context
         attend: Callable[..., torch.Tensor] = self.stock_attention
@@ -198,12 +192,7 @@ class PyramidImplMixin:
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Attend to lists of pages of each KV head, by our own kernel.
-
-        Args:
-            attended: its table is `[S, G, W]`. kv_cache, output: see `forward`.
-            metadata: stock, of the step's own table.
-        """
+        """Attend by our own kernel to lists of pages of each KV head, `[S, G, W]`."""
         out = output[: len(attended.query)]
         attended.ops.paged_attention(out, attended.batch, attended.softmax)
 
@@ -246,9 +235,8 @@ class PyramidImplMixin:
     ) -> AttentionInputs:
         """Return the layer's attention as our own kernels see it.
 
-        Args:
-            layer: vLLM's. query, kv_cache: see `forward`.
-            tables: `[>= R, M]`, shifted. starts: `[R + 1]`. lens, no_skips, offsets: `[R]`.
+        `tables` are `[>= R, M]`, shifted; `starts` `[R + 1]`; `lens`, `no_skips` and `offsets`
+        `[R]`.
         """
         context = self.context
         assert context is not None, "the layer was not bound"

@@ -21,8 +21,6 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadNames
 
 
 class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
-    """FlashAttention's metadata over a layer's own table."""
-
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         """Limit the parts of a row in graphs as vLLM does: by the step's tokens, not by tables."""
         super().__init__(kv_cache_spec, *args, **kwargs)
@@ -33,9 +31,8 @@ class PyramidFlashBuilder(PyramidBuilderMixin, FlashAttentionMetadataBuilder):
 class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
     """FlashAttention, with hooks and evictions behind it.
 
-    With a cache of 8-bit floats FlashAttention takes queries of 8 bits, which vLLM's layer makes of
-    its queries before it calls the back end. Scorers look at queries that were not quantised, so
-    here the layer leaves them as they are, and they are quantised before FlashAttention's call.
+    With a cache of 8-bit floats vLLM's layer quantises queries before it calls the back end.
+    Scorers look at queries that were not, so here they are quantised before FlashAttention's call.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,11 +64,7 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Attend by FlashAttention, to each KV head as a request.
-
-        Our kernel attends where lists do not have the names of heads, and where a row has several
-        queries, whose heads lie between one another.
-        """
+        """Attend by FlashAttention to each KV head as a request, else by our kernel."""
         requests = attended.head_requests
         if requests is None:
             super().attend_to_lists(layer, attended, kv_cache, metadata, output)
@@ -98,9 +91,9 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
     def names_of_heads(self, kv_cache: torch.Tensor) -> HeadNames | None:
         """Return the names of KV heads, where FlashAttention may attend to each.
 
-        Not where heads have learned sinks (of which a request of one head would need its own),
-        where FlashAttention reads pages of another size, and where a cache has too many rows for
-        the view's blocks to be numbered in 32 bits.
+        Not where heads have learned sinks (a request of one head would need its own), where
+        FlashAttention reads pages of another size, and where the view has more blocks than 32 bits
+        number.
         """
         is_small = kv_cache.shape[:3].numel() < 2**31
         if self.sinks is not None or not is_small or getattr(self, "fa4_hd256", False):

@@ -22,14 +22,12 @@ _SCRATCH: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictiona
 
 
 class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
-    """The Triton back end's metadata over a layer's own table."""
-
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         """Share one scratch between all layers, which run in turn, as with vLLM's one builder.
 
-        A scratch for each layer would take 4 MiB of an 8B, which vLLM's memory profile does not
-        see. Where a layer has several tables, each is a request, and rows of the scratch are split
-        so that as many programs run as in a batch of vLLM's.
+        A scratch for each layer would take memory that vLLM's profile does not see. Where a layer
+        has several tables, each is a request, and rows of the scratch are split so that as many
+        programs run as in a batch of vLLM's.
         """
         super().__init__(kv_cache_spec, *args, **kwargs)
         tables = tables_per_layer(kv_cache_spec)
@@ -46,8 +44,6 @@ class PyramidTritonBuilder(PyramidBuilderMixin, TritonAttentionMetadataBuilder):
 
 
 class PyramidTritonImpl(PyramidImplMixin, TritonAttentionImpl):
-    """Triton's attention, with hooks and evictions behind it."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # With a cache of 8-bit floats vLLM would quantise the queries too, which scorers look at.

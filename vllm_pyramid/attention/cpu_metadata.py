@@ -39,10 +39,7 @@ class _Context(Protocol):
 
 
 class PyramidCpuMetadataBuilder(AttentionMetadataBuilder[PyramidCpuMetadata]):
-    """Asks each layer's context for its part of the step, which was computed once for all.
-
-    The model runner sets `context`; it is None for layers that do not evict.
-    """
+    """Asks each layer's context, which the model runner sets, for its part of the step."""
 
     reads_shifted_tables = False
     context: _Context | None = None

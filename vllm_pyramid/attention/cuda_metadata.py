@@ -41,10 +41,8 @@ class PyramidBuilderMixin:
         """Return which steps may be graphs: decode steps of one token, or of one and its drafts.
 
         An eviction is Python, which a graph leaves out. None at all where a policy works in every
-        step, or attends by its own code on the host; vLLM then runs attention between piecewise
-        graphs, or says that the requested mode is impossible. With drafts the last chunk of a
-        prompt is longer than a decode step; a short prompt might look like one, and must be one
-        that is not evicted.
+        step, or attends by its own code on the host. With drafts a short prompt might look like a
+        decode step, and must be one that is not evicted.
         """
         settings = ServedSettings.of(vllm_config)
         one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -75,7 +73,7 @@ class PyramidBuilderMixin:
         """Return the stock metadata over this layer's table.
 
         `fast_build` leaves out FlashAttention's ahead-of-time schedule, which would be computed
-        once a layer instead of once a step.
+        once a layer.
         """
         context = self.context
         if context is None:  # a layer that does not evict

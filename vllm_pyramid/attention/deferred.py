@@ -4,17 +4,12 @@
     layer 0 .. L-2    attention, scores: kept until the step's last layer has attended
     layer L-1         attention, scores -> decide -> select and compact all layers
 
-No layer is shortened before the last one has attended, and the next step's skips are those that
-were decided here. Meanwhile `[S, G, context]` float32 is kept for each layer and the S prompts that
-end: 32 bytes a prompt token and layer for 8 KV heads.
-
-Where fewer layers share a total (`EvictionHooks.together`), this goes group by group: the KV heads
-of a layer, which are layers here, are decided and shortened when that layer has attended.
+Meanwhile `[S, G, context]` float32 is kept for each layer and the S prompts that end. Where fewer
+layers share a total (`EvictionHooks.together`), this goes group by group.
 
 A request whose scores or evidence have NaN has failed, and its scores are replaced: the lengths of
-the others do not depend on it, and its own are valid. Where a method raises, the requests of that
-call get the same length in all layers. The ranks agree beforehand that all decide, since they wait
-for one another there.
+the others do not depend on it. Where a method raises, the requests of that call get the same length
+in all layers. The ranks agree beforehand that all decide, since they wait for one another there.
 
 Shape legend: L layers whose lengths are decided together, S prompts, G KV heads of this rank.
 """
@@ -47,10 +42,8 @@ from vllm_pyramid.step.window_mass import WindowMass, window_mass
 class ScoredLayer:
     """A layer that waits for the last one.
 
-    Attributes:
-        batch: its requests, without queries. scores: `[S, G, columns]`.
-        evidence: see `EvictionHooks.evidence`; None where a method failed.
-        mass: of the window, if there is a trace.
+    `batch` has no queries; `scores` are `[S, G, columns]`; `evidence` is None where a method
+    failed; `mass` is of the window, if there is a trace.
     """
 
     batch: EvictionBatch
@@ -215,8 +208,7 @@ def _alike(evictions: StepEvictions, inputs: AttentionInputs) -> list[npt.NDArra
     """Return the open prompts in groups of similar length, at most twice as long as one another.
 
     The scores of a group are padded to its longest prompt and kept until the last layer: with one
-    long prompt, many short ones would cost as much as long ones. What a group needs in addition is
-    bounded as for all evictions (`StepEvictions.pieces`).
+    long prompt, many short ones would cost as much.
     """
     indices = evictions.deferred
     size = np.ceil(np.log2(evictions.points[indices]))

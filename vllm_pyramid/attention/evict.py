@@ -30,14 +30,11 @@ def evict_layer(
 ) -> None:
     """Move the survivors of every request that evicts in this step to the tail of its range.
 
-    Runs after the layer's attention, which has seen all that the layer held. Requests whose plans
-    are deferred still hold everything here; `DeferredEviction` evicts from them. The requests are
-    evicted in pieces, one behind the other, so that the scores of many prompts fit into the memory
-    that is reserved for them. Requests whose scores cannot be ranked, or for which a method raises,
-    have failed.
-
-    `only` has the indices of the requests that are evicted from here, or of those whose scores a
-    method takes; None: all of the step.
+    Runs after the layer's attention. Requests whose plans are deferred still hold everything here
+    (`DeferredEviction`). Requests are evicted in pieces, so that their scores fit into the memory
+    that is reserved. Requests whose scores cannot be ranked, or for which a method raises, have
+    failed. `only` has the indices of the requests to evict, or whose scores a method takes; None:
+    all.
     """
     if (taking := taken_scores(hooks, evictions)) is not None:
         method, wanted = taking
@@ -65,10 +62,7 @@ def evict_batch(
     hooks: MethodHooks,
     trace: TraceWriter | None,
 ) -> None:
-    """Score, select and compact the requests of a batch.
-
-    `scorer` are the hooks that may have scores; None: the policy's scorer scores.
-    """
+    """Score, select and compact a batch; hooks `scorer` may have scores, else the policy's has."""
     policy = batch.policy
     asks = policy.scorer.asks_ranks or (scorer is not None and scorer.asks_ranks)
     try:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of pages for each KV head, for kernels that know one block table for all heads.
 
-A request whose G KV heads have lists of their own becomes G requests of one KV head, over a view of
-the cache in which each head of a block is a block:
+A request whose G KV heads have lists becomes G requests of one KV head, over a view of the cache in
+which each head of a block is a block:
 
     cache [P, G, N, 2 D]         view [P', 1, N, 2 D]
     block b, KV head g    ->     block b * per_block + g * per_head
 
-Where heads lie outside tokens, the view's blocks are the heads of all blocks, one behind the other;
-where tokens lie outside heads, blocks of the view overlap, and most of them are never named. Lists
-of pages are written with these names. Shape legend as in `kernels/records.py`.
+Where tokens lie outside heads, blocks of the view overlap, and most of them are never named. Shape
+legend as in `kernels/records.py`.
 """
 
 from __future__ import annotations

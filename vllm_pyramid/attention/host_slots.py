@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slots of a step's tokens, computed for all layers at once.
-
-vLLM computes them for each KV cache group. Here every layer is a group, and all layers have the
-same tokens at the same positions: only the block ids differ.
-"""
+"""The slots of a step's tokens, computed for all layers at once: only their block ids differ."""
 
 from __future__ import annotations
 
@@ -22,9 +18,8 @@ PAD_SLOT = -1
 class HostSlots:
     """Replaces `MultiGroupBlockTable.compute_slot_mapping` where the host is the device.
 
-    Args:
-        groups: vLLM's block table of each layer: `block_table.gpu` `[max requests, M]` int32,
-            `slot_mapping.gpu` `[max tokens]` int64 (written), `block_size`.
+    `groups` are vLLM's block tables of each layer, with `slot_mapping.gpu` `[max tokens]` int64,
+    written.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:

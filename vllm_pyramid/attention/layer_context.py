@@ -47,15 +47,11 @@ class LayerContext:
 
     Attributes:
         computes_log_sum_exp: whether the CPU's attention can keep it for scorers.
-        tracker, hooks: the runner's and the policy's methods', shared by all layers.
-        layer: index of this one, from the bottom.
-        ranks: that share the KV heads; None for one.
-        rotary: of this layer; None where it has none.
+        layer: index of this one, from the bottom. ranks: that share the KV heads; None for one.
         trace: writes kept positions, or None; set when the worker's warm-up is over.
         shifted: short tables of all layers, on devices whose kernels need them.
         deferred: evictions that wait for the last layer, shared by all layers; None where the
-            policy's plans are never deferred.
-        step_end: the same for plans that are decided; None where each layer evicts by itself.
+            policy's plans are never deferred. step_end: the same for plans that are decided.
         values: V of a layer whose pages hold K alone, `[P, G, N, D]`; None: V is in the pages.
         has_readers: whether layers above attend to this one's cache; it evicts after the last.
         tables_per_layer: how many numbers a plan has for a layer.
@@ -79,7 +75,6 @@ class LayerContext:
 
     @property
     def step(self) -> Step:
-        """The step that runs now."""
         return self.tracker.step
 
     def cpu_metadata(self, common: CommonAttentionMetadata) -> PyramidCpuMetadata:
@@ -132,7 +127,6 @@ class LayerContext:
         return inputs
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
-        """Let a method attend in place of the back end, and return whether one did."""
         for hooks in self.hooks.attend:
             try:
                 if hooks.attend(inputs, out):
@@ -189,7 +183,6 @@ class LayerContext:
         return (inputs,)
 
     def evict_table(self, inputs: AttentionInputs, evictions: StepEvictions) -> None:
-        """Evict from one table, whose inputs are those of a layer."""
         evict_layer(self.tracker.policy, inputs, evictions, self.hooks, self.trace)
         if self.deferred is not None:
             self.deferred.add_layer(inputs, evictions, self.trace)
@@ -207,20 +200,13 @@ class LayerContext:
 
 
 def own_inputs(inputs: AttentionInputs, attended: AttentionInputs) -> AttentionInputs:
-    """Return the layer's inputs for what comes behind an attention to `attended`.
-
-    Where a method chose what was attended to, the log-sum-exp is not that of the whole cache.
-    """
+    """Return the layer's inputs, without the log-sum-exp of what a method has chosen."""
     return inputs if attended is inputs else replace(inputs, log_sum_exp=None)
 
 
 @dataclass
 class ReaderContext:
-    """The place of a layer that reads the cache of layer `of`: nothing is gathered from it or
-    evicted.
-
-    `is_last`: no other layer reads it after this one.
-    """
+    """The place of a layer that reads the cache of layer `of`, perhaps as the last one."""
 
     of: LayerContext
     is_last: bool
@@ -229,14 +215,11 @@ class ReaderContext:
         return getattr(self.of, name)
 
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return what the layer attends to, chosen by the hooks of the layer that it reads."""
         return self.of.before_attention(inputs)
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
-        """Let a method attend as in the layer that this one reads."""
         return self.of.attend(inputs, out)
 
     def after_attention(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Let the layer that this one reads evict, if no other reads it after this one."""
         if self.is_last:
             self.of.after_last_reader()

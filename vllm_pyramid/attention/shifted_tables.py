@@ -5,10 +5,9 @@
     [x][x][x][7][2][9]   skip 3 N     [7][2][9]    length seq_len - skip
 
 vLLM's second runner keeps the tables of all requests, each in its slot; one launch gathers those of
-the step for all layers, shifted, with their lengths. The first runner copies whole tables into the
-step's in every step; the same launch shifts these in place. Captured graphs read the step's tables,
-whose addresses stay. The skips of all slots stay on the device, too: only those that have changed
-travel.
+the step, shifted, with their lengths. The first runner copies whole tables into the step's; the
+same launch shifts these in place. Captured graphs read the step's tables, whose addresses stay. The
+skips of all slots stay on the device, too: only those that have changed travel.
 
 Shape legend: L layers of this worker that evict, R rows of a step, G tables of a layer: 1, or one
 for each KV head. M entries of a request's table.
@@ -59,26 +58,25 @@ class Slots(NamedTuple):
 class ShiftedTables:
     """Block tables and lengths of every layer of this worker, without the blocks that were skipped.
 
-    `of_runner` replaces vLLM's tensors of the step, so this adds only four numbers a table and
-    request to the device's memory. vLLM profiles its memory before any table exists: 80 layers,
-    1024 requests of 131072 tokens and blocks of 16 tokens have 2.5 GiB of tables.
+    `of_runner` replaces vLLM's tensors of the step, since vLLM profiles its memory before any table
+    exists: 80 layers, 1024 requests of 131072 tokens and blocks of 16 tokens have 2.5 GiB of
+    tables.
 
     Attributes:
         layers: the numbers of this pipeline stage's layers that evict. per_layer: G.
         tables: what attention reads, L tables `[R_max * G, M / G]` int32.
         of_runner: what vLLM takes for the step's, L tables of R_max rows: the same memory, except
             where vLLM fills `[R_max, M]` and G is not 1.
-        lens: `[L, R_max * G]` int32.
+        lens, skips: `[L, R_max * G]` int32, of each row, and tokens that it leaves out.
         max_lens: `[L]` on the host, the longest sequence that each layer attends to in this step;
             None where the host does not know it.
-        skips: `[L, R_max * G]` int32, tokens that each row leaves out.
         no_skips: `[R_max * G]` int32, zeros: the skips of requests within these tables.
         replays: whether the step replays a single graph, so that its metadata is not read.
 
     Args:
         max_num_reqs: R_max, and the number of slots.
-        shapes: M, the entries of a request's block table, and the tokens of a block, of each layer.
-        held: None: vLLM fills the tables of a step.
+        shapes: M and the tokens of a block, of each layer. held: None: vLLM fills the tables of a
+            step.
     """
 
     def __init__(
@@ -128,7 +126,6 @@ class ShiftedTables:
         )
 
     def place(self, layer: int) -> int:
-        """Return the place of a layer that evicts in these tensors."""
         return layer - int(self.layers.start)
 
     def follow(
@@ -154,17 +151,15 @@ class ShiftedTables:
         *,
         slots: Slots | None = None,
     ) -> None:
-        """Write the step's tables and lengths, once a step: a second call would shift rows in place
-        again.
+        """Write the step's tables and lengths, once a step: a second call would shift rows again.
 
         Args:
             seq_lens: `[R]` int32, 0 in the padding rows of a captured batch.
             skips: `[tables of all layers that evict, <= R]` int32 on the host; other rows are
                 padding.
-            host_lens: `[<= R]`, the host's `seq_lens` of the requests with skips; None in a step
-                without real requests, which has no skips.
-            layer_lens: `[layers that evict, R]`, where the sequences of `host_lens` end in each
-                layer, if layers compute different tokens; at most `host_lens`.
+            host_lens: `[<= R]`, the host's `seq_lens`; None in a step without real requests.
+            layer_lens: `[layers that evict, R]`, at most `host_lens`, if layers compute different
+                tokens.
             slots: of the step's requests, where tables are held.
         """
         from vllm_pyramid.kernels.triton.tables import gather_tables
@@ -195,7 +190,6 @@ class ShiftedTables:
         torch.add(seq_lens, differences, out=self.lens[:, : len(seq_lens)])
 
     def rows(self, seq_lens: torch.Tensor, num_reqs: int, slots: Slots | None) -> StepRows:
-        """Return the rows of a step for the kernels."""
         if slots is None:
             return StepRows(seq_lens, num_reqs)
         return StepRows(seq_lens, num_reqs, slots.on_device, slots.num_blocks)
@@ -232,7 +226,6 @@ class ShiftedTables:
         metadata.kv_offsets = self.skips[self.place(layer), : common.num_reqs]
 
     def warm_up(self) -> None:
-        """Launch all kernels, with one request that has no tokens."""
         skips = np.zeros((self.layers.stop * self.per_layer, 1), np.int32)
         self.update(self.no_skips[:1], skips, None)
 
@@ -243,10 +236,7 @@ class ShiftedTables:
 
 
 def _one_memory(shapes: Sequence[tuple[int, int]], device: torch.device) -> list[torch.Tensor]:
-    """Return tables of zeros in one memory, each from a multiple of 16 bytes on.
-
-    A tensor by itself begins so; otherwise Triton compiles other kernels for it.
-    """
+    """Return tables of zeros in one memory, each from a multiple of 16 bytes on (Triton)."""
     places = [-(-rows // 4) * 4 * width for rows, width in shapes]
     memory = torch.zeros(sum(places), dtype=torch.int32, device=device)
     parts = memory.split(places)

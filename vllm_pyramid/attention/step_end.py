@@ -2,14 +2,13 @@
 """Evictions of all layers once a step, where a launch costs more than what it does.
 
     each layer       attention; the last queries of the requests that end are copied: one launch
-    the last layer   score, check, select, compact: a few launches for all layers and requests;
-                     or score and check, for a method that takes the scores (`take_scores`)
+    the last layer   score, check, select, compact: a few launches for all layers and requests
 
 Nothing reads a layer's cache between its attention and the end of the step, so what is evicted is
 the same. It takes layers whose caches are one tensor, and a policy that asks nothing of a single
 layer's moment: no method works beside its evictions, no lengths follow from scores, and its scorers
-can score rows of several layers (`Scorer.queries_at_step_end`). Requests of a step whose queries
-exceed `QUERIES_BYTES` are evicted layer by layer, as with other policies.
+can score rows of several layers (`Scorer.queries_at_step_end`). Requests whose queries exceed
+`QUERIES_BYTES` are evicted layer by layer.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ Split = Callable[[AttentionInputs], Iterable[AttentionInputs]]
 class StepEndEviction:
     """The layers of a step that wait for the last one; one object for all layers of a worker.
 
-    Args:
-        queries: the last queries of a request that scorers look at.
-        num_layers: of this worker, not of other pipeline stages; KV heads with block tables are
-            layers here. tables_per_layer: block tables of a layer.
+    `queries` are the last ones of a request that scorers look at; `num_layers` of this worker count
+    KV heads with block tables as layers.
     """
 
     def __init__(
@@ -94,10 +91,7 @@ class StepEndEviction:
         trace: TraceWriter | None,
         split: Split,
     ) -> None:
-        """Keep what a layer's evictions look at; with the last layer, evict from all.
-
-        `split` returns the tables of a layer, as layers.
-        """
+        """Keep what a layer's evictions look at; with the last layer, evict from all."""
         if evictions is not self._evictions:
             self._begin(inputs, evictions)
         if self._others.size:

@@ -18,15 +18,12 @@ REFERENCE_VARIABLE = "VLLM_PYRAMID_ALLOW_REFERENCE"
 
 @functools.cache
 def get_ops(device_type: str) -> Ops:
-    """Return the module that implements `Ops` for "cpu" (C++) or "cuda" (Triton), as in
-    `device.type`.
+    """Return the module that implements `Ops` for "cpu" (C++) or "cuda" (Triton); made once a
+    process.
 
     If the C++ library cannot be used, the CPU gets the PyTorch reference after one warning where
-    `VLLM_PYRAMID_ALLOW_REFERENCE` is 1, and a RuntimeError with the reason elsewhere. The choice is
-    made once per process.
-
-    Raises:
-        ValueError: another device type, or `VLLM_PYRAMID_CPU_ISA` names what this CPU lacks.
+    `VLLM_PYRAMID_ALLOW_REFERENCE` is 1, and a RuntimeError with the reason elsewhere. ValueError:
+    another device type, or `VLLM_PYRAMID_CPU_ISA` names what this CPU lacks.
     """
     if device_type == "cuda":
         from vllm_pyramid.kernels.triton import functions as triton_ops

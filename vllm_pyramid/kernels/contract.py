@@ -2,12 +2,8 @@
 """The contract of the kernels: the functions that every back end offers.
 
 Three modules implement `Ops`: `reference.py` (plain PyTorch, the oracle of the tests),
-`cpu/functions.py` (C++) and `triton/functions.py` (CUDA). `records.py` has the records that they
-take, the legend of shapes and the layout of the cache.
-
-On the CPU the attention back end calls `reshape_and_cache` and `shared_attention` in every layer of
-every step. On CUDA vLLM's kernels write the cache and attend; the plugin calls `write_rows` and
-`paged_attention` only for layers whose V is in host memory. Evictions call all others on both.
+`cpu/functions.py` (C++) and `triton/functions.py` (CUDA). On CUDA vLLM's kernels write the cache
+and attend; `write_rows` and `paged_attention` serve only layers whose V is in host memory.
 """
 
 from __future__ import annotations

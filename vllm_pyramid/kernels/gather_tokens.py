@@ -60,10 +60,7 @@ def check_one_table(block_table: torch.Tensor) -> None:
 
 
 def check_head_tables(block_table: torch.Tensor, kv_heads: int, sliding_window: int) -> None:
-    """Raise ValueError unless the tables of KV heads `[R, G, M]` fit the cache and the layer.
-
-    A sliding window counts positions, which a list of chosen pages does not keep.
-    """
+    """Raise ValueError unless tables of KV heads, `[R, G, M]`, fit the cache and the layer."""
     if block_table.dim() == 3 and (block_table.shape[1] != kv_heads or sliding_window):
         raise ValueError(
             f"a block table of each KV head must be [>= R, {kv_heads}, M] without a sliding "

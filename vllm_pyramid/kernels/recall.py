@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of the attention of a prompt's window that eviction keeps; plain PyTorch on all
-devices.
-"""
+"""The share of the attention of a prompt's window that eviction keeps, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,21 +21,19 @@ def kept_mass(
     *,
     window: int,
 ) -> torch.Tensor:
-    """Return the attention recall: the share of the context's mass that the kept tokens hold.
+    """Return the attention recall, `[R, G]` float32: the share of the context's mass in kept
+    tokens.
 
     This is PyramidKV's Figure 8, and XKV's retention `R_l(k) = sum(topk(w_l, k)) / sum(w_l)` if
     `mass` holds the pooled scores w_l that chose `kept`. The window, which is always kept, counts
-    in neither sum. Nothing is read back to the host.
+    in neither sum; without mass in the context the recall is 1. Nothing is read back to the host.
 
     Args:
-        mass: `[R, G, >= max(prompt_lens) - window]`, unpooled mass or scores, not negative; columns
-            behind `prompt_lens[r] - window` are not read.
+        mass: `[R, G, >= max(prompt_lens) - window]`, not negative; columns behind `prompt_lens[r] -
+            window` are not read.
         kept: `[R, G, >= max(keeps)]` int32 positions as `select` returns them, each at most once;
             entries behind `keeps[r]` are not read, those inside the window do not count.
         prompt_lens, keeps: `[R]` int32.
-
-    Returns:
-        `[R, G]` float32 in 0 .. 1; 1 if the context has no mass at all.
 
     Raises:
         ValueError: the shapes do not fit one another.

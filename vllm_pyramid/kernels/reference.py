@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain PyTorch version of every kernel: the oracle of the contract in `contract.py`.
 
-Each function gathers the rows that it needs and computes one request at a time, in float32 or in
-the `compute_dtype` of its caller (float64 in tests).
+Each function computes one request at a time, in float32 or in the caller's `compute_dtype`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def reshape_and_cache(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Write K and V in turn with `write_rows`."""
     write_rows(key, key_cache, slot_mapping, scale=key_scale)
     write_rows(value, value_cache, slot_mapping, scale=value_scale)
 
@@ -54,7 +52,6 @@ def reshape_and_cache(
 def write_rows(
     rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale: float = 1.0
 ) -> None:
-    """Write the rows of all slots at once, without those of padding."""
     block_size = cache.shape[2]
     valid = slot_mapping >= 0
     slots = slot_mapping[valid]
@@ -76,7 +73,6 @@ def window_scores(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Score one request at a time, with its K gathered from the cache."""
     query, key_cache = batch.query, batch.key_cache
     num_kv_heads = key_cache.shape[1]
     check_some_requests(batch.prompt_lens.shape[0])
@@ -165,7 +161,6 @@ def compact(
 def copy_blocks(
     key_cache: torch.Tensor, value_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
-    """Copy all blocks at once, by way of a copy of the sources."""
     for cache in (key_cache, value_cache):
         if cache.dtype in FP8_DTYPES:  # not every device can index those
             cache = cache.view(torch.uint8)
@@ -173,7 +168,6 @@ def copy_blocks(
 
 
 def unrankable(scores: torch.Tensor, firsts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compare the highest score of each column, of all heads; NaN is higher than any number."""
     highest = scores.amax(dim=1)
     columns = torch.arange(scores.shape[2], device=scores.device)
     counts = (columns >= firsts[:, None]) & (columns < ends[:, None])

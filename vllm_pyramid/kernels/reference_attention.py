@@ -20,7 +20,6 @@ def paged_attention(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Attend with the K and V of each request gathered from the cache."""
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     check_one_scale(batch.key_scales, batch.value_scales)
     seq_lens, skips = batch.seq_lens, batch.skips

@@ -114,10 +114,9 @@ def shared_attention(
 def _part(
     query: torch.Tensor, batch: AttentionBatch, softmax: Softmax, r: int, start: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with `query` `[Q, H, D]` to the positions `start .. end - 1` of request r.
+    """Attend with the last `[Q, H, D]` queries to the positions `start .. end - 1` of request r.
 
-    The queries stand at the request's last positions, unless the keys end before them all. Returns
-    the weighted mean of V, `[Q, H, D]`, and the log-sum-exp, `[Q, H]`.
+    Return the weighted mean of V, `[Q, H, D]`, and the log-sum-exp, `[Q, H]`.
     """
     per_kv = query.shape[1] // batch.key_cache.shape[1]
     seq_len, num_queries = int(batch.seq_lens[r]), query.shape[0]

@@ -53,11 +53,7 @@ class TableGroups(NamedTuple):
         per_layer: int = 1,
         by_slot: bool = False,
     ) -> TableGroups:
-        """Return the record of these tables.
-
-        Raises:
-            ValueError: a table has no rows of int32 side by side.
-        """
+        """Return the record of these tables; ValueError: rows are not int32, side by side."""
         numbers = np.zeros((len(sources), FIELDS), np.int64)
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             for table in (source, target):

@@ -52,7 +52,6 @@ class SharesAllocator(CurveAllocator):
     @field_validator("shares", mode="before")
     @classmethod
     def _from_list(cls, value: object) -> object:
-        """Turn a list, as YAML and JSON have it, into a tuple of floats."""
         if isinstance(value, list | tuple):
             return tuple(float(share) if type(share) in (int, float) else share for share in value)
         return value

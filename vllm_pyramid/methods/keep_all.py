@@ -19,7 +19,6 @@ class NoScorer(Scorer):
     kind: Literal["none"] = "none"
 
     def check_budget(self, policy: Policy, budget: Budget) -> None:
-        """Raise ValueError for a budget, which would have no effect."""
         if budget.percent != 100:
             reads = "; what it reads is attend.budget" if policy.attend.selects else ""
             raise ValueError(

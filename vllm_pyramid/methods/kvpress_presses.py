@@ -56,9 +56,8 @@ _HOW = f"pip install --no-deps kvpress=={VERSION}"
 class Press(NamedTuple):
     """What a press looks at besides keys and values.
 
-    Attributes:
-        module: of `kvpress.presses`. queries: the window's queries. rotary: the rotary embedding at
-            later positions. plain_keys: keys without it. heads: mixes all heads of a layer.
+    `module` is of `kvpress.presses`; `plain_keys`: keys without rotary embedding; `heads`: it mixes
+    all heads of a layer.
     """
 
     module: str
@@ -158,16 +157,13 @@ class KvpressScorer(Scorer):
 
     @property
     def needs_queries(self) -> bool:  # type: ignore[override]
-        """Whether the press looks at queries."""
         return self._needs.queries
 
     @property
     def needs_rotary(self) -> bool:  # type: ignore[override]
-        """Whether the press rotates, or looks at keys before their rotary embedding."""
         return self._needs.rotary or self._needs.plain_keys
 
     def check(self, policy: Policy) -> None:
-        """Refuse presses that cannot run here, wrong settings, and windows that are too short."""
         if (reason := REFUSED.get(self.press)) is not None:
             raise ValueError(f"kvpress's {self.press} cannot be a scorer here: {reason}")
         if self.press not in PRESSES:

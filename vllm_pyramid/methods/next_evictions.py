@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 def next_evictions(
     step: Step, policy: Policy, scorer: Scorer, *, inside: bool
 ) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-    """Return the tokens, `[R]`, computed at each request's next eviction by a scorer, and if there
-    is one.
+    """Return the tokens, `[R]`, computed at each request's next eviction by a scorer, and if any.
 
-    An eviction that the step itself comes to counts as the next one. `inside`: the scorer scores
-    evictions inside prompts alone.
+    One that the step itself comes to counts. `inside`: the scorer scores inside prompts alone.
     """
     inner = step.next_inner_eviction()
     if inside:

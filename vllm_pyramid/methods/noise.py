@@ -12,11 +12,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """Hash 32-bit words held in int64 by two rounds of shift, exclusive or, and multiply.
-
-    The constants are odd, so that each step can be undone and no two words meet, and small enough
-    for a product that int64 holds.
-    """
+    """Hash 32-bit words held in int64, one to one; the odd constants keep products within int64."""
     for shift, factor in ((16, 0x045D9F3B), (15, 0x2C1B3C6D), (16, 1)):
         x = ((x ^ (x >> shift)) * factor) & _WORD
     return x

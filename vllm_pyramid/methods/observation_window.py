@@ -60,7 +60,6 @@ class ObservationWindowScorer(Scorer):
     _odd = odd("kernel_size")
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError for evictions during generation: the kernel sees whole prompts alone."""
         super().check(policy)
         if policy.schedule.every:
             raise ValueError(
@@ -70,7 +69,6 @@ class ObservationWindowScorer(Scorer):
             )
 
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
-        """Return the scores by PyTorch; `scores` runs the kernel."""
         import torch.nn.functional as F
 
         mass = inputs.attention().sum(dim=1)[:, : inputs.num_tokens - inputs.window]
@@ -81,7 +79,6 @@ class ObservationWindowScorer(Scorer):
         return F.pad(mass, (0, inputs.window))
 
     def scores(self, batch: EvictionBatch) -> torch.Tensor:
-        """Return the scores of all requests by one launch of `ops.window_scores`."""
         from vllm_pyramid.kernels.records import Reduction, WindowBatch
 
         call = batch.call

@@ -12,10 +12,8 @@ from vllm_pyramid.step.hooks import SchedulerHooks
 class StepSums(SchedulerHooks):
     """Adds up numbers of requests, for each request and since the start.
 
-    A report is a tuple of lists of equal length: names of requests, and one for each number.
-
-    Class attributes:
-        numbers: their names in a request's report; the first two are counters, too.
+    A report has names of requests and a list for each of `numbers`; the first two are counters,
+    too.
     """
 
     numbers: ClassVar[tuple[str, ...]]
@@ -25,7 +23,6 @@ class StepSums(SchedulerHooks):
         self._totals = [0] * len(self.numbers)
 
     def on_step_report(self, report: Sequence[Any], is_alive: Callable[[str], bool]) -> None:
-        """Add a step's report; for requests that have ended, to the totals alone."""
         for name, *counts in zip(*report, strict=True):
             sums = self._requests.setdefault(name, self._nothing()) if is_alive(name) else []
             for index, count in enumerate(counts):
@@ -34,12 +31,10 @@ class StepSums(SchedulerHooks):
                     sums[index] += count
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
-        """Forget a request, and return its sums."""
         sums = self._requests.pop(request_id, self._nothing())
         return dict(zip(self.numbers, sums, strict=True))
 
     def totals(self) -> dict[str, int]:
-        """Return the counters since the start."""
         return dict(zip(self.numbers[:2], self._totals, strict=False))
 
     def _nothing(self) -> list[int]:

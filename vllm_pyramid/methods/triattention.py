@@ -71,7 +71,6 @@ class Centres(NamedTuple):
         return found
 
     def write(self, path: Path, **more: Any) -> None:
-        """Write the file, and what more is to be known of it."""
         import numpy as np
 
         np.savez(path, mean=self.mean.numpy(), length=self.length.numpy(), **more)
@@ -79,7 +78,6 @@ class Centres(NamedTuple):
 
 @lru_cache(maxsize=1024)  # layers
 def _centres(name: str, layer: int, device: torch.device) -> Centres:
-    """Return the centres of a layer, `[H, ...]`, on a device."""
     from vllm_pyramid.step.upload import upload
 
     return Centres(*(upload(array[layer].numpy(), device) for array in _all_centres(name)))
@@ -123,7 +121,6 @@ class TriAttentionScorer(Scorer):
         return 3 * head_size + 4 * group
 
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
-        """Return the largest score of a group's query heads, as the class's text has it."""
         import torch
 
         assert self.centres is not None, "refused before anything is loaded"
@@ -149,10 +146,7 @@ class TriAttentionScorer(Scorer):
     def probed(self, inputs: ScorerInputs) -> None:
         """Return None: centres are a model's, and the request is made up."""
 
-    # When an engine starts ----------------------------------------------------------------------
-
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
-        """Refuse to serve without centres, or with a file that holds none."""
         if self.centres is None:
             raise ValueError(
                 f"policy {policy.name!r} scores by the queries that a model has on average: "
@@ -163,7 +157,6 @@ class TriAttentionScorer(Scorer):
         Centres.read(self.centres)
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Raise ValueError unless the centres are those of a model of this shape."""
         assert self.centres is not None
         model, parallel = config.model_config, config.parallel_config
         heads = model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size

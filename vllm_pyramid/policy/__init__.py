@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to keep of a prompt's KV cache: presets, files and changes to them, read and checked once.
-
-`load_policy` turns a preset's name or a YAML file into a `Policy`, whose parts are classes of
-`vllm_pyramid.methods` or of the user's.
-"""
+"""What to keep of a prompt's KV cache: presets, files and changes to them, checked once."""
 
 from vllm_pyramid.plan import Budget, DeferredPlan, Plan, RetentionPlan
 from vllm_pyramid.policy.policy import DEFAULT_MIN_TOKENS, Policy

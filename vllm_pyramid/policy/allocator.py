@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an allocator: it says how many tokens each layer keeps.
+"""The contract of an allocator: a pure function that says how many tokens each layer keeps.
 
 Notation: m layers, l = 0 .. m-1 from the input side, B the mean number of tokens that a layer keeps
 in addition to window and sinks, C how many such tokens the prompt has, B <= C.
-
-Everything here is a pure function: the scheduler and the workers make equal plans by themselves.
 """
 
 from __future__ import annotations
@@ -90,19 +88,14 @@ class Allocator(Component):
 
 
 class CurveAllocator(Allocator):
-    """Base class of allocators whose lengths follow from B, m and C.
-
-    `curve` returns real numbers k_l in [0, C] that sum to B * m. `allocate` rounds them to integers
-    with exactly that sum.
-    """
+    """Base class of allocators whose lengths follow from B, m and C: `curve`, rounded."""
 
     @abstractmethod
     def curve(self, mean: int, num_layers: int, capacity: int) -> Reals:
-        """Return the tokens per layer: `[m]` float64 within [0, C] that sums to B * m up to float
+        """Return the tokens per layer: `[m]` float64 within [0, C] that sums to B * m up to
         rounding.
 
-        Args:
-            mean: B, 0 <= B <= capacity. num_layers: m >= 1. capacity: C.
+        `mean` is B, 0 <= B <= C; `num_layers` m >= 1; `capacity` C.
         """
 
     def curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
@@ -115,7 +108,6 @@ class CurveAllocator(Allocator):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise ValueError if the class does not override `curve`."""
         if cls.curve is CurveAllocator.curve:
             raise ValueError(
                 f"the allocator {cls.__module__}:{cls.__qualname__} has no method "
@@ -123,10 +115,7 @@ class CurveAllocator(Allocator):
             )
 
     def allocate(self, mean: int, num_layers: int, capacity: int) -> Integers:
-        """Return the tokens per layer as integers: `[m]` int64 in [0, C] that sum to B * m.
-
-        Each differs from `curve` by less than one token, and the order of the layers is kept.
-        """
+        """Return `curve` in whole tokens, `[m]` int64 in [0, C] that sum to B * m."""
         assert 0 <= mean <= capacity and num_layers >= 1, (mean, num_layers, capacity)
         if num_layers == 1 or mean == capacity or mean == 0:
             return np.full(num_layers, mean, dtype=np.int64)
@@ -151,7 +140,6 @@ class CurveAllocator(Allocator):
         return tokens
 
     def _curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
-        """Call `curves` of the class that last overrides `curve` or `curves`."""
         last = next(cls for cls in type(self).__mro__ if {"curve", "curves"} & vars(cls).keys())
         if "curves" in vars(last):
             return self.curves(means, num_layers, capacities)
@@ -218,10 +206,7 @@ def point_of_tokens(
     block_size: int,
     mean: int,
 ) -> EvictionPoint:
-    """Return the point that keeps a mean of `mean` of `tokens` tokens in each layer.
-
-    `allocator` divides them; None if all are kept.
-    """
+    """Return the point that keeps a mean of `mean` of `tokens` tokens; None if all are kept."""
     fixed = policy.window + policy.sinks
     if mean == tokens:
         keep = np.full(num_layers, tokens)
@@ -273,8 +258,8 @@ def open_plan(
 ) -> Plan:
     """Return a plan whose lengths a prompt's scores decide, where it may be shortened.
 
-    `sets_total`: they decide the total, too, and the budget is an upper limit. `safe` says what
-    each layer keeps at least of a mean beyond window and sinks.
+    `sets_total`: they decide the total, too, up to the budget. `safe`: what each layer keeps at
+    least.
     """
     mean = budget.tokens_for(prompt_len, policy.min_budget)
     fixed = policy.window + policy.sinks

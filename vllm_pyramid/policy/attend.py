@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a policy that says what generated tokens attend to: by default all that is held.
 
-Attention is divided into pages, which are the blocks of the cache: N tokens of one layer. A part
-that selects keeps every token and lets each KV head of each query attend to some pages alone, so a
-decode step reads less. Prompts attend to everything.
+A part that selects keeps every token and lets each KV head of each query attend to some pages
+(blocks of N tokens of one layer) alone. Prompts attend to everything.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Attend(Component):
     def pages(self, prompt_len: int, num_layers: int, block_size: int) -> IntArray:
         """Return how many pages a query behind the prompt reads at most: `[num_layers]` int32.
 
-        A pure function, so that the front end, the scheduler and the workers agree. `num_layers`
-        evict or select; `block_size` are tokens of a page.
+        A pure function, so that the front end, the scheduler and the workers agree.
         """
         return np.full(num_layers, ALL_PAGES, np.int32)
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of capabilities: what of an engine or a request does not work with which policy.
 
-Each part of a policy says once what it does not support (`Component.unsupported`), and
-`frontend/refusals.py` says what no policy supports. Start-up, requests, docs/limits.md and
-`vllm-pyramid doctor` read the same rows. The parts check numbers (budgets, lengths, sizes of
-steps).
+Each part says what it does not support (`Component.unsupported`), and `frontend/refusals.py` what
+no policy supports. Start-up, requests, docs/limits.md and `vllm-pyramid doctor` read the same rows.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ _FULL = 'leave them out, or send {"kv_policy": "full"} along'
 
 
 class Feature(Enum):
-    """What an engine or a request may use, in a user's words, and what to do instead.
-
-    `frontend/features.py` finds those of an engine, `policy/request.py` those of a request.
-    """
+    """What an engine or a request may use, in a user's words, and what to do instead."""
 
     def __init__(self, words: str, fix: str = "leave it out") -> None:
         self.words, self.fix = words, fix
@@ -144,11 +139,9 @@ _PARTLY_FILLED: Unsupported = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row of the table.
+    """A row of the table: `features` are refused where all of them are in use.
 
-    Attributes:
-        features: are refused where all of them are in use. reason: why. fix: what to do.
-        part: of the policy that refuses them, as a user writes it; empty: no policy takes them.
+    `part` is as a user writes it; empty: no policy takes them.
     """
 
     features: tuple[Feature, ...]
@@ -168,7 +161,6 @@ class Refusal:
         return f"{who} does not work {self.what(used)}: {self.reason}"
 
     def error(self, policy: Policy, used: Used) -> ValueError:
-        """Return what to tell the user."""
         return ValueError(f"{self.why(policy, used)}; {self.fix}")
 
 
@@ -225,15 +217,11 @@ def refusals_of(policy: Policy) -> tuple[Refusal, ...]:
 
 
 def asked(*features: Feature) -> dict[Feature, str]:
-    """Return features in use, in the words of the table."""
     return {feature: feature.words for feature in features}
 
 
 def refusal_of(policy: Policy, used: Used, rows: Iterable[Refusal] = ()) -> Refusal | None:
-    """Return the first row that refuses features with a policy; None if they work.
-
-    `rows` are of what no policy supports.
-    """
+    """Return the first row, of the policy's or of `rows`, that refuses features, or None."""
     every = (*rows, *policy.refusals)
     return next((row for row in every if used.keys() >= {*row.features}), None)
 
@@ -245,7 +233,6 @@ def refuse(policy: Policy, used: Used, rows: Iterable[Refusal] = ()) -> None:
 
 
 def why_not(rows: Iterable[Refusal], feature: Feature, used: Iterable[Feature] = ()) -> str | None:
-    """Return why a feature does not work beside those in use; None if it does."""
     known = {feature, *used}
     fitting = (row for row in rows if feature in row.features and known.issuperset(row.features))
     return next((row.reason for row in fitting), None)

@@ -18,11 +18,7 @@ OTHERS_KEYS = frozenset(("kv_transfer_params", "kv_cache_report_mode"))
 
 
 def looks_like_ours(key: object) -> bool:
-    """Return whether a key begins with `kv`, whatever its case and what precedes it, as
-    `KV-budget`.
-
-    Keys of vLLM's own that begin so do not count.
-    """
+    """Return whether a key begins with `kv`, in any case and behind any prefix."""
     if not isinstance(key, str) or key in OTHERS_KEYS:
         return False
     return _begin(key).startswith(_PREFIX)
@@ -35,14 +31,11 @@ def _begin(key: str) -> str:
 def refuse_unknown(
     keys: Iterable[object], valid: Collection[str], where: str, *, similar_only: bool = False
 ) -> None:
-    """Raise ValueError for the first key that looks like one of ours and is none.
+    """Raise ValueError for the first key that looks like one of ours and is none, naming the
+    closest.
 
-    The message names the closest one of ours, and all of them. Other keys belong to other software
-    (`looks_like_ours`).
-
-    Args:
-        valid: our keys. where: what has the keys.
-        similar_only: refuse only keys that nearly match one of ours.
+    `valid` are our keys, `where` says what has the keys; `similar_only`: refuse only keys that
+    nearly match one of ours.
     """
     for key in keys:
         if key in valid or not looks_like_ours(key):
@@ -57,10 +50,7 @@ def refuse_unknown(
 
 
 def parse_min_tokens(value: object, where: str) -> int | None:
-    """Parse the floor of shares, a whole number of tokens or its text; None if it is not given.
-
-    ValueError: anything else; `where` names the key.
-    """
+    """Parse the floor of shares, a whole number of tokens; None if it is not given."""
     if value is None:
         return None
     number = -1

@@ -5,13 +5,10 @@
     eviction                     -            1            2     3      (E = `tokens`, n = prompt)
 
 Points follow every E tokens, up to the last one with a whole observation window behind it: they
-depend on the prompt's length and the policy alone. At each point the policy's allocator
-divides a mean of `keep` tokens between the layers, so between two points a layer holds its part and
-E tokens. Points at which no layer has anything to give back are left out. At the
-prompt's end the policy evicts as usual, from what is left.
-
-The queries before a point know nothing of the question at the prompt's end. Therefore more is kept
-there than at the end, and another scorer chooses.
+depend on the prompt's length and the policy alone. At each point the allocator divides a mean of
+`keep` tokens between the layers. Points at which no layer has anything to give back are left out.
+The queries before a point know nothing of the question at the prompt's end: therefore more is kept
+there, and another scorer chooses.
 """
 
 from __future__ import annotations
@@ -74,7 +71,6 @@ class EvictionPoints(Chunk):
     window: int | None = Field(default=None, ge=0)
 
     def inner_policy(self, policy: Policy) -> Policy | None:
-        """Return the policy that evicts at points and takes the tokens so far for a prompt."""
         if not self.tokens:
             return None
         if policy.heads.splits and not policy.heads.has_budget:  # they say what points keep, too
@@ -95,10 +91,7 @@ class EvictionPoints(Chunk):
         )
 
     def worst_length(self, policy: Policy, longest: int) -> int:
-        """Return the length of a prompt that holds most blocks among those up to `longest` tokens.
-
-        Behind its last point it has as many tokens as fit without a further point.
-        """
+        """Return the length, up to `longest`, of a prompt that holds most blocks."""
         if not self.tokens:
             return longest
         return max(longest - (longest - _tokens_behind(policy) + 1) % self.tokens, 1)
@@ -123,20 +116,15 @@ class EvictionPoints(Chunk):
         of_plan = plan.num_layers, plan.block_size
         return plan.with_inner(end_points(inner, points, *of_plan, keep, spans))
 
-    # Answers of a part --------------------------------------------------------------------------
-
     @property
     def works_in_every_step(self) -> bool:
-        """Whether the scorer at points works in every step."""
         return self.tokens > 0 and self.scorer is not None and self.scorer.works_in_every_step
 
     @property
     def works_during_prompt(self) -> bool:
-        """Whether there are points."""
         return self.tokens > 0
 
     def check(self, policy: Policy) -> None:
-        """Refuse policies, scorers and lengths with which points cannot work."""
         if not self.tokens:
             if self != EvictionPoints():
                 raise ValueError(
@@ -196,7 +184,6 @@ class EvictionPoints(Chunk):
 
     @property
     def of_graph(self) -> Any:
-        """Return what of the scorer at points a compiled graph depends on."""
         return None if self.scorer is None else self.scorer.of_graph
 
     @property
@@ -204,7 +191,6 @@ class EvictionPoints(Chunk):
         return not self.tokens
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
-        """Return what a scorer of its own gathers between points."""
         inner = policy.inner_policy
         if inner is None or inner.scorer == policy.scorer:
             return None

@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a policy, and the questions that every part answers.
 
-A section of a preset is a mapping with a `kind` and the fields of that kind, or the kind alone:
-
-    allocator: {kind: arithmetic, beta: 20}
-    allocator: uniform
-
-Built-in kinds have short names. `kind: "package.module:ClassName"` uses a class of your own; it
+A section of a preset is a mapping with a `kind` and the fields of that kind, or the kind alone.
+Built-in kinds have short names; `kind: "package.module:ClassName"` uses a class of your own, which
 must derive from the section's base class and be importable in every process of the engine.
-
-The front end, the scheduler and the worker ask every part the same questions and know none of them
-by name; `Component` answers for a part that asks for nothing special.
 """
 
 from __future__ import annotations
@@ -33,12 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockExtras:
-    """Bytes that a part keeps beside each block of the cache, on the device and the host.
+    """`num_bytes` that a part keeps beside each block of a layer, on the device and the host.
 
-    Attributes:
-        num_bytes: beside one block of a layer.
-        made_by: what they depend on apart from the block's tokens, as JSON values. Files of blocks
-            that were made by something else are not read.
+    `made_by`: what they depend on apart from the block's tokens, as JSON values. Files of blocks
+    that were made by something else are not read.
     """
 
     num_bytes: int
@@ -49,17 +40,14 @@ class Component(BaseModel):
     """Base of all parts: immutable, hashable, compared by value, unknown fields refused.
 
     Class attributes:
-        section: the key of a preset that names such a part.
-        kind: its name there. A class of your own leaves it as it is here, or, where it derives
-            from a built-in class, declares it again: `kind: str`.
+        section: the key of a preset that names such a part. kind: its name there; a class of your
+            own that derives from a built-in class declares it again: `kind: str`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     section: ClassVar[str]
     kind: str
-
-    # When a policy is read ----------------------------------------------------------------------
 
     @classmethod
     def check_class(cls) -> None:
@@ -76,10 +64,11 @@ class Component(BaseModel):
 
     @property
     def unsupported(self) -> Unsupported:
-        """Return which features do not work with this part, each with the reason.
+        """Return which features do not work with this part, each with the reason, or `(reason,
+        fix)`.
 
         A class adds to what its base classes say. The reason is a clause about this part ("it looks
-        at ..."); what to do is the feature's own advice, unless it is given: `(reason, fix)`.
+        at ..."); what to do is by default the feature's own advice.
         """
         if not self.works_in_every_step:
             return {}
@@ -119,9 +108,8 @@ class Component(BaseModel):
 
     @property
     def approximates_answers(self) -> bool:
-        """Return whether K and V of generated tokens are not those of full attention.
-
-        No other request finds them then.
+        """Return whether K and V of generated tokens are approximate: no other request finds
+        them.
         """
         return self.splits_at_prompt_end
 
@@ -149,29 +137,18 @@ class Component(BaseModel):
 
     @property
     def begins_evicted(self) -> bool:
-        """Return whether requests may begin with what another engine has evicted, although no
-        turn resumes here (`Feature.KV_TURNS`).
-        """
+        """Return whether requests may begin with another engine's survivors, without `kv_turns`."""
         return False
 
     @property
     def works_with_orders(self) -> bool:
-        """Return whether evictions may come later than they are scored (`PressureSchedule`).
-
-        By default that is so where the part has no hooks in a worker, which follow evictions.
-        """
+        """Return whether evictions may come later than scores: by default if there are no hooks."""
         return type(self).worker_hooks is Component.worker_hooks
 
     @property
     def leaves_fronts(self) -> bool:
-        """Return whether this part leaves blocks in place (`EvictionPoint.in_place`) alone at
-        evictions.
-
-        By default that is so where the part has no hooks in a worker.
-        """
+        """Return whether evictions leave blocks `in_place`: by default if there are no hooks."""
         return self.works_with_orders
-
-    # When an engine starts or a request comes ---------------------------------------------------
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         """Check numbers in the engine's arguments, or set them, before vLLM has its defaults.
@@ -188,27 +165,23 @@ class Component(BaseModel):
     def for_request(self, keys: dict[str, Any]) -> Component:
         """Return this part as a request wants it; ValueError for a wrong value.
 
-        `keys` are the request's own for parts (`kv_top_n`, `kv_attend_budget`), types checked; take
-        out (`pop`) what is yours. What is left over is refused.
+        `keys` are the request's own for parts (`kv_top_n`, `kv_attend_budget`), types checked; pop
+        what is yours. What is left over is refused.
         """
         return self
-
-    # In the engine ------------------------------------------------------------------------------
 
     def block_extras(self, layer: LayerSpec) -> BlockExtras | None:
         """Return what this part keeps beside each block of a layer, and the host cache with it; or
         None.
 
-        The worker's hooks have the bytes (`CacheHooks.block_extras`), and any memory beside blocks
-        that stays on the device.
+        The worker's hooks have the bytes (`CacheHooks.block_extras`).
         """
         return None
 
     def worker_hooks(self, policy: Policy, context: WorkerContext) -> WorkerHooks | None:
         """Return what this part does in a worker's steps, or None.
 
-        The object's class derives from those of `CacheHooks`, `StepHooks`, `LayerHooks` and
-        `EvictionHooks` (`step/hooks/`) whose functions it overrides.
+        The object derives from those classes of `step/hooks/` whose functions it overrides.
         """
         return None
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a request fits into the pool by itself, if prompts may be longer than the pool.
 
-With evictions inside the prompt an engine serves longer prompts than its cache can hold. A request
-that opts out, has a larger budget or generates without end may then need more than all blocks, and
-would wait, or preempt itself, for ever. So the front end refuses it and says the numbers.
+A request that opts out of evictions inside the prompt, has a larger budget or generates without end
+may need more than all blocks, and would wait for ever: the front end refuses it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ class Pool(NamedTuple):
     """The pool of blocks that all requests share.
 
     Attributes:
-        num_layers: layers that evict. block_size: tokens of a block of K and V.
-        blocks: blocks of the pool without the null block; each pipeline stage has as many.
-        max_model_len: tokens of a sequence at most.
+        num_layers: layers that evict. blocks: without the null block; each pipeline stage has as
+            many.
         other_blocks: blocks that a request holds at most in layers that do not evict.
         stages: layers of each pipeline stage; empty if there is one.
     """
@@ -39,12 +37,10 @@ class Pool(NamedTuple):
 def check_fit(
     served: ServedRequest, prompt_len: int, params: Any, pool: Pool, *, strict: bool = True
 ) -> None:
-    """Raise ValueError for a request that does not fit; shorten one that asks for the greatest
-    length.
+    """Raise ValueError for a request that does not fit; lower the greatest `max_tokens` to what
+    fits.
 
-    If `max_tokens` of `params`, vLLM's `SamplingParams`, is the greatest length that the engine
-    allows (the default if the client named none), it is lowered to what fits. `strict`: also refuse
-    a request of which only a part of its `max_tokens` fits.
+    `strict`: also refuse a request of which only a part of its `max_tokens` fits.
     """
     longest = pool.max_model_len - prompt_len
     wanted = min(params.max_tokens, longest)
@@ -91,10 +87,7 @@ def tokens_that_fit(served: ServedRequest, prompt_len: int, pool: Pool, limit: i
 
 
 def _counter(served: ServedRequest, prompt_len: int, pool: Pool) -> Callable[[int], int]:
-    """Return what says how many blocks the request holds at most until a number of tokens.
-
-    With pipeline stages, the number is that of the stage that holds most.
-    """
+    """Return what says how many blocks the request holds at most until a number of tokens."""
     sizes = served.policy.block_sizes(pool.num_layers, pool.block_size)
     plan = served.plan(prompt_len, pool.num_layers, int(sizes.max()))
     stages = pool.stages or (pool.num_layers,)

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a policy that says whether the KV heads of a layer have lengths of their own.
 
-Usually a layer has one block table, and every KV head keeps equally many tokens. A part that splits
-layers gives each KV head a *lane*: a block table and a length. Plans, skips and counters of blocks
-then have a number for each lane, `layer * G + head`, where they usually have one for each layer; a
-policy that splits nothing has one lane a layer.
-
-A page of a lane holds G times as many tokens as one of a layer, of one head instead of G: pages
-have the same bytes, and come from the same pool.
+A part that splits layers gives each KV head a *lane*: a block table and a length. Plans, skips and
+counters of blocks then have a number for each lane, `layer * G + head`, in place of one for each
+layer. A page of a lane holds G times as many tokens as one of a layer, of one head instead of G:
+pages have the same bytes, and come from the same pool.
 """
 
 from __future__ import annotations
@@ -57,28 +54,18 @@ class Heads(Component):
         return num_kv_heads if self.splits else 1
 
     def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
-        """Raise ValueError if this part is made for a model of another shape.
-
-        `num_heads` are query heads of a layer; None if they are not known.
-        """
+        """Raise ValueError if this part is made for another shape; `num_heads` None: any."""
 
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> Heads:
         """Return this part for tensor-parallel ranks, which share the block tables of their heads.
 
-        Called in the front end, when the engine's configuration is known. ValueError: nothing would
-        be evicted although the policy asks for it.
-
-        Args:
-            ranks: that have KV heads of their own; those with copies of the same heads count once.
-            num_kv_heads: of a layer, on all ranks together.
+        Called in the front end. `ranks` have KV heads of their own; those with copies of the same
+        heads count once. ValueError: nothing would be evicted although the policy asks for it.
         """
         return self
 
     def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
-        """Return which lanes no prompt ever evicts from, `[num_lanes]`.
-
-        Their blocks stay shared behind an eviction, and the plans say so (`RetentionPlan.whole`).
-        """
+        """Return which lanes no prompt ever evicts from, `[num_lanes]` (`RetentionPlan.whole`)."""
         return np.zeros(num_lanes, bool)
 
     def plan(
@@ -86,9 +73,7 @@ class Heads(Component):
     ) -> Plan | None:
         """Return what each lane keeps of a prompt; None: the policy's allocator says it.
 
-        Args:
-            num_lanes: of all layers that evict. block_size: tokens of a lane's block.
-            budget: the policy's or the request's, with its floor.
+        `block_size` is of a lane; `budget` has its floor.
         """
         return None
 

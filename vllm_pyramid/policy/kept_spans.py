@@ -2,12 +2,9 @@
 """Spans of a prompt that every layer and KV head keeps beside its budget (`kv_keep`).
 
 A span is a range of token positions, `start <= position < end`. A layer keeps these tokens, and
-what it would keep of the prompt without them: so spans of any length are kept, a share is one of
-the rest, and an eviction gives back as many slots as that of the rest.
-
-At a request's first eviction a token's place in the cache is its position, so any span can be found
-there. Behind an eviction each KV head holds other survivors: then only a span that begins at
-position 0 is found, whose tokens are the first ones of every head for as long as all of them stay.
+what it would keep of the prompt without them. Behind a request's first eviction each KV head holds
+other survivors: then only a span that begins at position 0 is found, whose tokens are the first
+ones of every head for as long as all of them stay.
 """
 
 from __future__ import annotations
@@ -93,9 +90,8 @@ def beside_budget(spans: Spans, tokens: int, policy: Policy) -> int:
 def stays_in_place(policy: Policy, first_end: int, block_size: int, spans: Spans) -> int:
     """Return how many of a prompt's first tokens its evictions leave where they are.
 
-    These are whole blocks of the span at the beginning, where evictions only move survivors by
-    whole blocks. Other requests may share them, before and after. `first_end` tokens are computed
-    at the first eviction.
+    These are whole blocks of the span at the beginning, which other requests may share. `first_end`
+    tokens are computed at the first eviction.
     """
     moves_alone = policy.fill_blocks and all(part.works_with_orders for part in policy.parts)
     if not moves_alone or policy.schedule.waits_for_orders:
@@ -112,10 +108,7 @@ def end_plan(
     spans: Spans,
     in_place: int = 0,
 ) -> Plan:
-    """Return the plan of a prompt's end: what is kept of the prompt without its spans, and these.
-
-    `in_place` is what `stays_in_place` returns; the others are as of `Policy.plan`.
-    """
+    """Return the plan of a prompt's end: what is kept of it without its spans, and these."""
     protected = beside_budget(spans, prompt_len, policy)
     rest = policy.allocator.plan(policy, prompt_len - protected, num_layers, block_size, budget)
     if not spans:
@@ -145,7 +138,6 @@ def end_points(
 
 
 def check_spans(spans: Spans, prompt_len: int) -> None:
-    """Raise ValueError if a span ends behind the prompt."""
     if spans and spans[-1][1] > prompt_len:
         raise ValueError(
             f"kv_keep ends at token {spans[-1][1]}, and the prompt has {prompt_len}: spans lie "

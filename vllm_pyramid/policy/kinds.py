@@ -31,10 +31,7 @@ def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
 
 @cache
 def built_in_kinds(base: type[ComponentT]) -> dict[str, type[ComponentT]]:
-    """Return all classes of a section in `vllm_pyramid.methods`, by kind.
-
-    A subfolder exports its classes in its `__init__`.
-    """
+    """Return all classes of a section in `vllm_pyramid.methods`, by kind; folders export theirs."""
     root = importlib.import_module(METHODS)
     for module in pkgutil.iter_modules(root.__path__, f"{METHODS}."):
         importlib.import_module(module.name)
@@ -100,11 +97,11 @@ def resolve_kind(base: type[ComponentT], kind: object) -> type[ComponentT]:
 
 
 def parse_component(base: type[ComponentT], value: object) -> ComponentT:
-    """Build a part from a section of a preset.
+    """Build a part from a section of a preset: an instance, a kind, or a mapping with `kind` and
+    fields.
 
-    `value` is an instance, the name of a kind, or a mapping with `kind` and that kind's fields;
-    `kind` may be left out if the section has only one. ValueError: unknown kind or field (the valid
-    ones are listed), or a bad value.
+    `kind` may be left out if the section has only one. ValueError: unknown kind or field, or a bad
+    value.
     """
     if isinstance(value, base):
         return value

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every limit of what a request may ask for with its own settings.
-
-The front end, the scheduler and the workers check the limits before they do anything that grows
-with a value. `TABLE` is what docs/usage.md shows (tests/policy/test_limits.py compares them).
-"""
+"""Every limit of what a request may ask for with its own settings, as docs/usage.md lists them."""
 
 from __future__ import annotations
 
-from vllm_pyramid.plan.budget import MAX_DECIMALS, MAX_TEXT, MAX_TOKENS
+from vllm_pyramid.plan.budget import MAX_TOKENS
 
 # Keys of `vllm_xargs` or `extra_args`, those of other software included.
 MAX_KEYS = 128
@@ -34,47 +30,3 @@ FREE_EVICTIONS = 64
 TOKENS_PER_EVICTION = 1024
 # Bytes of each cache of plans or policies in a process.
 CACHE_BYTES = 16 << 20
-
-# The settings of a request and their limits, as the documents list them.
-TABLE: tuple[tuple[str, str], ...] = (
-    (
-        "all of `vllm_xargs`",
-        f"at most {MAX_KEYS} keys, other software's included; a key that begins with `kv`, however "
-        "it is spelt, is one of these or refused",
-    ),
-    (
-        "`kv_budget`",
-        f"1 to {MAX_TOKENS:,} tokens, or above 0 to 100 % with at most {MAX_DECIMALS} decimals; as "
-        f"text at most {MAX_TEXT} characters",
-    ),
-    ("`kv_min_tokens`", f"0 to {MAX_TOKENS:,} tokens"),
-    ("`kv_policy`", f"at most {MAX_NAME} characters"),
-    (
-        "`kv_application`",
-        f"at most {MAX_NAME} characters; a scheduler keeps {MAX_APPLICATIONS:,} averages in all, "
-        "each for a salt and an application",
-    ),
-    ("`kv_top_n`", f"1 to {MAX_TOP_N:,} keys"),
-    (
-        "`kv_attend_budget`",
-        "as `kv_budget`; at least the sinks and recent tokens of the policy's `attend`, and one",
-    ),
-    (
-        "`kv_turns`",
-        f"at most {MAX_TURNS} turns, each ending inside the prompt; {FREE_EVICTIONS} of them may "
-        f"evict, and one more for each {TOKENS_PER_EVICTION} tokens",
-    ),
-    (
-        "`kv_keep`",
-        f"at most {MAX_SPANS:,} spans, in order, each inside the prompt; their tokens count beside "
-        "the budget",
-    ),
-    ("`kv_turn_mode`", "`auto`, `resume` or `exact`, only with `kv_turns` or `kv_session`"),
-    (
-        "`kv_session`",
-        f"1 to {MAX_SESSION_NAME} letters, digits and `._:@/+=~-`, a letter or digit first; at "
-        f"most {MAX_TURNS} turns in a row, behind which it begins anew, and "
-        f"{MAX_SESSION_TURNS:,} with branches; a server remembers {MAX_SESSIONS:,} sessions with "
-        f"{MAX_SESSIONS_TURNS:,} turns in all",
-    ),
-)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator lets requests change: which settings, and how much a prompt may keep.
-
-The front end checks both (status 400), and the scheduler again for requests that come another way.
-"""
+"""What the operator lets requests change: which settings, and how much a prompt may keep."""
 
 from __future__ import annotations
 
@@ -63,9 +60,8 @@ class RequestOverrides:
 
     Attributes:
         allowed: settings that requests may give, from `OVERRIDES`.
-        max_budget: the most that a request may have its prompt keep, a number of tokens or a share
-            such as `25%`; what the server keeps by itself is always allowed, and the spans of a
-            chat's template count beside it. None: no limit.
+        max_budget: the most that a request may have its prompt keep, in tokens or as a share; what
+            the server keeps by itself is always allowed. None: no limit.
     """
 
     allowed: tuple[str, ...] = OVERRIDES
@@ -92,8 +88,7 @@ class RequestOverrides:
             raise ValueError(f"kv_max_request_budget would have no effect: {reason}; leave it out")
 
     def check_keys(self, extra_args: Mapping[str, Any] | None) -> None:
-        """Raise ValueError for a setting that the operator has forbidden, naming flag and allowed
-        settings.
+        """Raise ValueError for a setting that the operator has forbidden.
 
         A request that names its session gets `kv_turns` from the front end, which refuses both from
         a client. So a client that may name a session needs no right to give turns.
@@ -120,18 +115,11 @@ class RequestOverrides:
         max_tokens: int,
         layers: Layers | None,
     ) -> None:
-        """Raise ValueError for a request that would keep more than the operator allows, with the
-        numbers.
+        """Raise ValueError for a request that would keep more than the operator allows.
 
-        A prompt may keep what the server keeps of it by itself, or `max_budget` if that is more:
-        either beside the spans that the server protects. A request's own spans are among what it
-        may keep.
-
-        Args:
-            served: the request's policy and budget. policy: the server's.
-            max_tokens: tokens that the request generates at most.
-            layers: those that evict; None where only the scheduler knows them, which then checks
-                what a prompt holds behind its turns.
+        A prompt may keep what the server (`policy`) keeps of it by itself, or `max_budget` if that
+        is more, beside the spans that the server protects. `layers` are those that evict; None
+        where only the scheduler knows them, which then checks what a prompt holds behind its turns.
         """
         if self._limit is None:
             return
@@ -163,9 +151,9 @@ class RequestOverrides:
     ) -> None:
         """Refuse a prompt that holds more behind its turns than the server's own policy would.
 
-        A turn's end evicts only at a distance from the one before, and turns pay for evictions with
-        tokens: so a prompt may hold more than its budget. What the server's policy would hold with
-        the same turns is allowed, at its own budget and at the limit.
+        Turns' ends evict only at a distance, so a prompt may hold more than its budget. What the
+        server's policy would hold with the same turns, at its own budget and at the limit, is
+        allowed.
         """
         count, block_size = layers
         turns, spans = served.resumed_turns or (), served.template

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a page scorer: it says how much of a query's attention a page may get.
 
-A page is a block of the cache: N tokens of one layer. When its tokens are written, a scorer makes a
-summary of its keys, a few numbers that stay next to the page. Behind the prompt each query is
-multiplied with the summaries instead of the keys; the pages with the largest results are read.
+A scorer makes a summary of a page's keys when its tokens are written. Behind the prompt each query
+is multiplied with the summaries; the pages with the largest results are read.
 
 Shape legend: B pages, N tokens of a page, G KV heads, D head size, S queries, H query heads, r rows
 of a summary.
@@ -58,27 +57,24 @@ class PageScorer(Component):
         return self.summary_kind is not None
 
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the summaries of pages: `[B, G, r * D]` float32, a function of the page's keys
+        """Return the summaries of pages, `[B, G, r * D]` float32, a function of the page's keys
         alone.
 
-        So a page that is copied, shared with another request or written again has the summary of
-        its keys. `keys` are `[B, G, N, D]` float32, with the rotary embedding applied. Pages that
-        are not full yet hold anything behind their last token; their summaries are not used.
+        `keys` are `[B, G, N, D]` float32, with the rotary embedding applied. Pages that are not
+        full yet hold anything behind their last token; their summaries are not used.
         """
         raise NotImplementedError
 
     def extend(self, query: torch.Tensor) -> torch.Tensor:
         """Return what queries multiply summaries with: `[S, H, r * D]` float32.
 
-        The product with a summary stands for the product of the query with a key of the page; the
-        layer's softmax scale is applied to it. `query` is `[S, H, D]` float32, with the rotary
-        embedding applied.
+        The layer's softmax scale is applied to the product. `query` is `[S, H, D]` float32, with
+        the rotary embedding applied.
         """
         raise NotImplementedError
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise ValueError if the class lacks one of the two functions."""
         for name in ("summarise", "extend"):
             if getattr(cls, name) is getattr(PageScorer, name):
                 raise ValueError(

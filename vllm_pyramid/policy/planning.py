@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy keeps of a prompt of a given length, and what follows from it.
-
-All functions are pure, so the scheduler and every worker agree without a message.
-"""
+"""What a policy keeps of a prompt of a given length, and what follows from it: pure functions."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ def plan_prompt(
 def _answer_plan(
     policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
 ) -> RetentionPlan:
-    """Return the plan of a request whose prompt, with turns and spans, stays whole.
-
-    The budget is one of its answer.
-    """
+    """Return the plan of a request whose prompt stays whole: the budget is its answer's."""
     whole = np.full(num_layers, prompt_len)
     end = EvictionPoint.of(prompt_len, block_size, prompt_len, whole, True, front=prompt_len)
     end = replace(end, in_place=prompt_len // block_size * block_size)
@@ -97,8 +91,8 @@ def _level_plan(
 ) -> Plan:
     """Return the plan of a prompt that orders evict step by step, down to `floor`.
 
-    Each level's share is one of what no span has, as the floor's is. To later points, the tokens
-    computed by then are a prompt.
+    Levels are shares of what no span has. To later points, the tokens computed by then are a
+    prompt.
     """
     assert isinstance(floor, RetentionPlan), "refused by `Heads.works_with_orders` and its like"
     counted = max(int(policy.schedule.counts_budgets * floor.end.budget_tokens), 1)
@@ -123,9 +117,8 @@ def _level_plan(
 def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have the KV of the full cache; None: all of them.
 
-    Generated tokens count, too. Blocks beyond `shareable_tokens` are copied into the request's own
-    blocks, and out of them before it evicts; not where some KV heads never evict, whose blocks are
-    bundles of their own.
+    Blocks beyond `shareable_tokens` are copied into the request's own blocks, and out of them
+    before it evicts; not where some KV heads never evict, whose blocks are bundles of their own.
     """
     if policy.why_not(Feature.PREFIX_CACHING) is not None or plan.pieces:
         return 0
@@ -150,9 +143,8 @@ def peak_blocks_up_to(
 ) -> IntArray:
     """Return each layer's blocks at the worst moment of any prompt up to `longest` tokens.
 
-    Their sum is what a pool must have, or each stage's sum its own pool (`stages`: see
-    `peak_blocks`). Policies that evict inside prompts are considered until their first eviction
-    after the prompt.
+    Their sum (each of `stages`' sums) is what a pool must have. Policies that evict inside prompts
+    are considered until their first eviction after the prompt.
     """
     sizes = policy.block_sizes(num_layers, block_size)
     generated = policy.schedule.every if policy.inner_policy is not None else 0
@@ -168,11 +160,7 @@ def peak_blocks_up_to(
 
 
 def can_evict_after(policy: Policy, tokens: int, num_layers: int, block_size: int) -> bool:
-    """Return whether a chunk of up to `tokens` tokens can end at an eviction.
-
-    It can if prompts of that length are evicted with some allowed budget, or if evictions inside
-    prompts are that close. True also where budgets are not numbers of tokens.
-    """
+    """Return whether a chunk of up to `tokens` tokens can end at an eviction."""
     if 0 < policy.chunk.tokens <= tokens:
         return True
     budget = Budget(tokens=policy.min_budget)

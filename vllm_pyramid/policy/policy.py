@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy: its parts and a budget.
+"""A policy: its parts and a budget. It never sees requests or blocks.
 
 How many tokens each layer keeps is a pure function of the prompt's length (`Policy.plan`); the
-parts choose which tokens. A policy never sees requests or blocks. The front end reads and checks it
-once; it travels to the other processes as data (`Policy.as_data`).
+parts choose which tokens. It travels to other processes as data (`Policy.as_data`).
 """
 
 from __future__ import annotations
@@ -138,7 +137,6 @@ class Policy(BaseModel):
 
     @cached_property
     def inner_policy(self) -> Policy | None:
-        """The policy that evicts at points inside the prompt; None if there are none."""
         return self.chunk.inner_policy(self)
 
     # As data ------------------------------------------------------------------------------------
@@ -168,7 +166,6 @@ class Policy(BaseModel):
 
     @property
     def evicts(self) -> bool:
-        """Whether the policy ever drops a token."""
         return self.scorer.evicts
 
     @property
@@ -183,11 +180,11 @@ class Policy(BaseModel):
 
     @property
     def min_last_chunk(self) -> int:
-        """Prompt tokens that the last chunk of a chunked prefill must have.
+        """Prompt tokens that the last chunk of a chunked prefill must have: the whole window's
+        queries.
 
-        The scorer needs the whole window's queries at once. The minimum is two, because a chunk of
-        one token looks like a decode step, which captured graphs replay without any eviction.
-        Policies that work in every step run without such graphs.
+        At least two, because a chunk of one token looks like a decode step, which captured graphs
+        replay without any eviction; policies that work in every step run without such graphs.
         """
         if self.works_in_every_step:
             looks_back = self.scorer.needs_queries or self.scorer.keeps_queries
@@ -201,19 +198,14 @@ class Policy(BaseModel):
 
     @property
     def works_in_every_step(self) -> bool:
-        """Whether decode steps do more than attention: gather scores, or evict."""
         return any(part.works_in_every_step for part in self.parts)
 
     @property
     def attends(self) -> bool:
-        """Whether a part replaces the attention of some layers, or what it attends to."""
         return any(part.attends for part in self.parts)
 
     def excludes_graphs(self, stages: int) -> bool:
-        """Say whether parts that attend forbid a graph of a whole decode step.
-
-        Parts of all pipeline `stages` look at what the host knows of a step.
-        """
+        """Say whether parts that attend, of any stage, forbid a graph of a whole decode step."""
         of_attention = [part for part in self.parts if part.attends]
         if stages > 1:
             return bool(of_attention)
@@ -221,21 +213,17 @@ class Policy(BaseModel):
 
     @property
     def approximates_answers(self) -> bool:
-        """Whether K and V of generated tokens are not those of full attention."""
         return any(part.approximates_answers for part in self.parts)
 
     @property
     def splits_at_prompt_end(self) -> bool:
-        """Whether steps must end at the prompt's end, even if nothing is evicted."""
         return any(part.splits_at_prompt_end for part in self.parts)
 
     @cached_property
     def refusals(self) -> tuple[Refusal, ...]:
-        """What does not work with this policy: the rows of all its parts."""
         return refusals_of(self)
 
     def why_not(self, feature: Feature, used: Iterable[Feature] = ()) -> str | None:
-        """Return why a feature does not work beside those in use; None if it does."""
         return why_not(self.refusals, feature, used)
 
     @property
@@ -245,7 +233,6 @@ class Policy(BaseModel):
 
     @property
     def copies_blocks(self) -> bool:
-        """Whether copying a page of the device copies all of a block."""
         return all(part.copies_blocks for part in self.parts)
 
     @property
@@ -254,12 +241,10 @@ class Policy(BaseModel):
         return self.window + self.sinks + 1
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError if the policy cannot work with a model of `num_layers` layers."""
         for part in self.parts:
             part.check_layers(num_layers)
 
     def check_budget(self, budget: Budget) -> None:
-        """Raise ValueError if this policy cannot work with the budget."""
         for part in self.parts:
             part.check_budget(self, budget)
         if budget.tokens is not None and budget.tokens < self.min_budget:
@@ -270,11 +255,7 @@ class Policy(BaseModel):
             )
 
     def block_sizes(self, num_layers: int, block_size: int) -> IntArray:
-        """Return the tokens of a cache block in each layer, `[num_layers]` int32.
-
-        A block without V has twice the `block_size` of one of K and V, so that the blocks of all
-        layers have one size in bytes and come from one pool.
-        """
+        """Return the tokens of a block, twice as many without V: `[num_layers]` int32."""
         both = [self.values.on_device(layer) for layer in range(num_layers)]
         return np.where(both, block_size, 2 * block_size).astype(np.int32)
 
@@ -293,18 +274,15 @@ class Policy(BaseModel):
         unless the allocator sets its own total.
 
         Args:
-            prompt_len: tokens of the prompt. num_layers: layers that evict.
             block_size: tokens of a cache block; the largest if layers differ.
             budget: the request's own instead of the policy's; it must have passed `check_budget`.
             turns: where earlier turns' prompts ended, increasing and below `prompt_len`; only if
                 `kv_turns` work with the policy.
-            spans: of the prompt, merged; they stay beside the budget (`kept_spans`); only if
-                `kv_keep` works with the policy.
+            spans: of the prompt, merged (`kept_spans`); only if `kv_keep` works with the policy.
 
         Returns:
             A `RetentionPlan`, or a `DeferredPlan` if the lengths depend on the prompt's scores and
-                the prompt may be shortened. Plans of prompts that are thinned between layers have
-                pieces, and the mean of their `keep` follows from the method's schedule.
+                the prompt may be shortened.
 
         Raises:
             ValueError: a part is made for another number of layers.
@@ -325,11 +303,9 @@ class Policy(BaseModel):
         return sum(extras.num_bytes for extras in self.block_extras(layer))
 
     def worker_hooks(self, context: WorkerContext) -> list[WorkerHooks]:
-        """Return what the parts do in a worker besides scoring, in the order of the parts."""
         found = [part.worker_hooks(self, context) for part in self.parts]
         return [hooks for hooks in found if hooks is not None]
 
     def scheduler_hooks(self, num_layers: int) -> list[SchedulerHooks]:
-        """Return what the parts do in the scheduler, in the order of the parts."""
         found = [part.scheduler_hooks(self, num_layers) for part in self.parts]
         return [hooks for hooks in found if hooks is not None]

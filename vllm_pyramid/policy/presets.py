@@ -41,12 +41,10 @@ def _preset_files() -> dict[str, Path]:
 
 
 def policy_names() -> list[str]:
-    """Return the names of the packaged presets, sorted."""
     return list(_preset_files())
 
 
 def load_presets() -> list[Policy]:
-    """Return all packaged presets, sorted by name."""
     return [load_policy(name) for name in policy_names()]
 
 
@@ -58,17 +56,16 @@ def load_policy(
     """Load a policy from a packaged preset or a YAML file and apply changes.
 
     Args:
-        name_or_path: a preset's name (`policy_names`), `auto` for the recommended one, or the path
-            of a `.yaml` or `.yml` file.
-        budget: replaces the preset's: `512`, `"512"` or `"12%"`. If `args` make the policy
-            find its own total (`retention`), the budget is an upper limit, and `100%` by default.
+        name_or_path: a preset's name, `auto` for the recommended one, or a `.yaml` or `.yml` path.
+        budget: replaces the preset's: `512`, `"512"` or `"12%"`. If `args` make the policy find its
+            own total (`retention`), the budget is an upper limit, and `100%` by default.
         args: replaces further values. A plain key is looked up in the whole preset (`"beta"` is
-            `allocator.beta`), a dotted one (`"allocator.kind"`) or a nested mapping names its
-            section. A section whose kind changes starts from the new kind's defaults.
+            `allocator.beta`), a dotted one or a nested mapping names its section. A section whose
+            kind changes starts from the new kind's defaults.
 
     Raises:
-        ValueError: unknown name, key or kind (the valid ones are listed), unreadable file (with
-            its line), or values that do not go together.
+        ValueError: unknown name, key or kind, unreadable file (with its line), or values that do
+            not go together.
     """
     if name_or_path == AUTO:
         name_or_path = RECOMMENDED
@@ -132,7 +129,6 @@ def _build(data: dict[Any, Any], where: str, lines: Mapping[tuple[str, ...], int
 
 
 def _apply_args(data: dict[str, Any], args: Mapping[str, Any], where: str) -> None:
-    """Apply `--kv-policy-args` to a dumped policy, in place."""
     flat: dict[str, Any] = {}
     for key, value in args.items():
         if key in SECTIONS and isinstance(value, Mapping):
@@ -187,18 +183,13 @@ def _resolve_key(data: dict[str, Any], key: str, where: str) -> tuple[str | None
         f"{name} {kind!r}"
         for name, base in SECTIONS.items()
         for kind, cls in built_in_kinds(base).items()
-        if _field_of(key, name) in cls.model_fields
+        if key.removeprefix(f"{name}.") in cls.model_fields
     ]:
         hint = f" (it belongs to {', '.join(elsewhere)})"
     raise ValueError(
         f"{where}: unknown argument {key!r}{hint}; with {kinds} the valid ones are: "
         f"{', '.join(valid)} (the part before a dot may be left out where it is clear)"
     )
-
-
-def _field_of(key: str, section: str) -> str:
-    """Return the field that a plain or dotted key means in a section."""
-    return key.removeprefix(f"{section}.")
 
 
 def _section_fields(data: dict[str, Any]) -> dict[str, list[str]]:

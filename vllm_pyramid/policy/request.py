@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy and budget of a single request, from its settings and the served policy.
-
-A request's settings (`request_keys.py`) are resolved in the front end, which answers a mistake with
-status 400, in the scheduler and in each worker.
-"""
+"""The policy and budget of a single request, from its settings and the served policy."""
 
 from __future__ import annotations
 
@@ -57,11 +53,9 @@ class ServedRequest(NamedTuple):
     Attributes:
         policy: the served policy, perhaps with parts changed by the request, or `full`.
         budget: the request's own, perhaps with its own floor; None: the policy's.
-        application, turns, session: see `RequestKeys`.
         keep: spans that stay in every layer and head, in order and apart: the request's own, and
             those of a chat's template (`--kv-keep`). template: the template's alone.
-        exact: whether the turns before leave no trace: the prompt keeps what it would keep if it
-            had no turns (`EXACT`).
+        exact: whether the prompt keeps what it would keep if it had no turns (`EXACT`).
         auto: whether the scheduler may leave earlier turns out (`AUTO_MODE`).
         why_exact: why a turn in `AUTO_MODE` can only be exact; empty if it has a choice.
         error: what is wrong with the settings, in a worker, which cannot answer the client: the
@@ -117,7 +111,6 @@ class ServedRequest(NamedTuple):
         return words
 
     def check_turns(self, prompt_len: int) -> None:
-        """Raise ValueError if an earlier turn ends behind the request's prompt."""
         if self.turns and self.turns[-1] >= prompt_len:
             raise ValueError(
                 f"kv_turns of the request ends at {self.turns[-1]} tokens, and its prompt has "
@@ -261,11 +254,7 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
 def check_request(
     policy: Policy, params: Any, why_no_turns: str | None = None, turn_mode: str = AUTO_MODE
 ) -> ServedRequest:
-    """Check the settings of a client's request, in the front end; ValueError for what cannot be
-    served.
-
-    `params` are vLLM's `SamplingParams`; `why_no_turns` and `turn_mode`: see `ServedSettings`.
-    """
+    """Check the settings of a client's request, in the front end; ValueError: a mistake."""
     check_names(params.extra_args)
     if params.extra_args and ALLOCATOR_KEY in params.extra_args:
         raise ValueError(f"{ALLOCATOR_KEY} cannot be set by requests: leave it out")
@@ -288,8 +277,7 @@ def for_request(
 ) -> ServedRequest:
     """Resolve a request's settings in a worker, which reports mistakes as `ServedRequest.error`.
 
-    The scheduler has checked the names of its keys. An allocator that the scheduler sends with the
-    request replaces the policy's.
+    An allocator that the scheduler sends with the request replaces the policy's.
     """
     try:
         served = resolve(policy, RequestKeys.parse(extra_args), turn_mode, why_no_turns)

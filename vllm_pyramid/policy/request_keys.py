@@ -14,13 +14,7 @@ from vllm_pyramid.plan.budget import MAX_TOKENS
 from vllm_pyramid.plan.quoted import quoted
 from vllm_pyramid.policy.checks import parse_min_tokens, refuse_unknown
 from vllm_pyramid.policy.kept_spans import Spans, merged, parse_spans
-from vllm_pyramid.policy.limits import (
-    MAX_KEYS,
-    MAX_NAME,
-    MAX_SESSION_NAME,
-    MAX_TOP_N,
-    MAX_TURNS,
-)
+from vllm_pyramid.policy.limits import MAX_KEYS, MAX_NAME, MAX_SESSION_NAME, MAX_TOP_N, MAX_TURNS
 
 REQUEST_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
@@ -38,20 +32,16 @@ _SESSION = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@/+=~-]{{0,{MAX_SESSION_NAME - 
 
 @dataclass(frozen=True)
 class RequestKeys:
-    """The settings in a request, with types and ranges checked.
+    """The settings in a request, with types and ranges checked; None: the policy's or the server's.
 
     Attributes:
         policy: `full` to opt out of eviction, or the served policy's own name, or None.
-        budget: the request's own budget; None for the policy's.
-        min_tokens: the floor of a percentage budget; None for the policy's.
-        application: requests with the same name share an average of sampled budgets
-            (`sample_first`, `sample_share`).
-        top_n: keys whose V is read from host memory; None for the policy's.
+        application: requests with the same name share an average of sampled budgets.
+        top_n: keys whose V is read from host memory. attend_budget: what a generated token reads in
+            a layer.
         turns: tokens at which the prompts of the conversation's earlier turns ended; empty for the
             first turn, None for a request that no later one resumes.
         keep: spans of the prompt that every layer and head keeps (`kept_spans`).
-        attend_budget: what a generated token reads in a layer; None for the policy's.
-        turn_mode: one of `TURN_MODES`; None for the server's.
         session: the name under which the front end remembers `turns`; None if the client does.
     """
 
@@ -68,13 +58,9 @@ class RequestKeys:
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestKeys:
-        """Parse our keys of `SamplingParams.extra_args`; `resolve` compares them with the policy.
+        """Parse our keys of `SamplingParams.extra_args`; ValueError: wrong type or range.
 
-        Only our keys are looked up, so the cost does not depend on the others
-        (`check_names` refuses those that look like ours).
-
-        Raises:
-            ValueError: wrong type or range.
+        Only our keys are looked up, so the cost does not depend on the others.
         """
         if not extra_args:
             return cls()
@@ -124,11 +110,7 @@ def _parse_budget(extra_args: Mapping[str, Any], key: str) -> Budget | None:
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:
-    """Check how many keys a request has, and that those which look like ours are ours.
-
-    Raises:
-        ValueError: too many keys, or an unknown one that begins with `kv`.
-    """
+    """Raise ValueError for too many keys, or an unknown one that looks like ours."""
     if not extra_args:
         return
     if len(extra_args) > MAX_KEYS:
@@ -140,11 +122,7 @@ def check_names(extra_args: Mapping[str, Any] | None) -> None:
 
 
 def parse_turn_mode(value: object, name: str) -> str | None:
-    """Parse a mode of later turns, or None.
-
-    Raises:
-        ValueError: neither, with `name` in the message.
-    """
+    """Parse a mode of later turns, or None; ValueError, with `name`, for anything else."""
     if value is None:
         return None
     if value not in TURN_MODES:

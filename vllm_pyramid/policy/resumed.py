@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a later turn of a conversation resumed no more than it did: reasons, and their words.
 
-What only the front end knows of a session travels with the request (`WHY_KEY`); the scheduler knows
-the rest (`scheduler/resumed_turns.py`).
+What only the front end knows of a session travels with the request (`WHY_KEY`).
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ REASONS = (
 
 
 def words_of(why: Sequence[str | int], prompt_len: int) -> str:
-    """Return a reason in words.
-
-    Args:
-        why: the reason, and the numbers to it; its words for `CANNOT`.
-    """
+    """Return a reason and its numbers in words; those of `CANNOT` come with it."""
     reason, *numbers = why
     if reason == CANNOT:
         return str(numbers[0])
@@ -80,10 +75,7 @@ _WORDS = {
 
 
 def read_why(extra_args: Any) -> tuple[str | int, ...]:
-    """Return what the front end has said of a request; empty if nothing, or nothing it would say.
-
-    A client's own is refused where requests are checked; one that comes another way says nothing.
-    """
+    """Return what the front end has said of a request; empty if nothing that it would say."""
     why = extra_args.get(WHY_KEY) if extra_args else None
     if not isinstance(why, list | tuple) or not why:
         return ()

@@ -4,18 +4,11 @@
     computed tokens   0 ........ n ........ n + i ........ n + 2 i ...
     eviction                     1          2              3             (i = `interval`)
 
-Eviction 1 is the prompt's end; the others follow every `interval` tokens, or never. Points and
-lengths are pure functions of the prompt's plan and the number of computed tokens, so the scheduler
-and every worker agree without a message, and a preempted request evicts at the same points when it
-is computed again.
-
-With `interval` and `prompt: keep` the prompt stays whole and in its blocks, which other requests
-may share, and the budget bounds what is generated:
-
-    computed tokens   0 ........ n ........ n + i ........ n + 2 i ...
-    held              n          n + i      n + budget + i, back to n + budget, + i, ...
-
-With `pressure` nothing is evicted until the pool lacks blocks; the scheduler then orders evictions
+Points and lengths are pure functions of the prompt's plan and the number of computed tokens, so the
+scheduler and every worker agree without a message, and a preempted request evicts at the same
+points when it is computed again. With `interval` and `prompt: keep` the prompt stays whole and in
+its blocks, which other requests may share, and the budget bounds what is generated. With `pressure`
+nothing is evicted until the pool lacks blocks; the scheduler then orders evictions
 (`scheduler/pressure.py`), which the workers carry out before a step (`worker/late_evictions.py`).
 """
 
@@ -55,10 +48,7 @@ class Schedule(Component):
 
     @property
     def keeps_prompts(self) -> bool:
-        """Whether prompts stay whole, and the budget is one of what is generated.
-
-        Scorers then see only what is behind the prompt.
-        """
+        """Whether prompts stay whole: the budget is the answer's, and scorers see that alone."""
         return False
 
     @property
@@ -96,17 +86,13 @@ class Schedule(Component):
     def keep(self, prompt: EvictionPoint, computed: int, usual: EvictionPoint) -> IntArray:
         """Return the tokens that each layer keeps per KV head at a later eviction: `[L]`.
 
-        Args:
-            prompt: the eviction at the prompt's end. computed: tokens computed by now.
-            usual: what the allocator keeps of a prompt of `computed` tokens with the same budget.
+        `prompt` is the eviction at the prompt's end, `usual` what the allocator keeps of a prompt
+        of `computed` tokens with the same budget.
         """
         return usual.keep
 
     def front(self, prompt: EvictionPoint, computed: int) -> IntArray:
-        """Return how many of a layer's first tokens stay whatever their scores: `[L]`.
-
-        Survivors stand in ascending order, so the tokens that an earlier eviction kept come first.
-        """
+        """Return how many of a layer's first tokens stay whatever their scores: `[L]`."""
         return np.zeros_like(prompt.keep)
 
     def recent(self, prompt: EvictionPoint, computed: int) -> int:
@@ -148,7 +134,6 @@ class IntervalSchedule(Schedule):
         return self.prompt == "keep"
 
     def check(self, policy: Policy) -> None:
-        """Refuse parts that would move a prompt that stays, and settings without effect."""
         if not self.keeps_prompts:
             return
         why = f"policy {policy.name!r} keeps prompts in their blocks (schedule.prompt: keep), "
@@ -244,7 +229,6 @@ class PressureSchedule(Schedule):
         }
 
     def check(self, policy: Policy) -> None:
-        """Refuse parts that look at a request as it evicts, and lengths that scores decide."""
         if not policy.evicts:
             raise ValueError(
                 f"policy {policy.name!r} keeps every token, so the schedule pressure (--kv-evict "

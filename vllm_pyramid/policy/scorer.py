@@ -72,8 +72,7 @@ class Scorer(Component):
     def queries_at_step_end(self, policy: Policy) -> int | None:
         """Return how many of a request's last queries `scores` needs for all layers together.
 
-        None: it scores in each layer, when that has attended. A `score` that looks at no more than
-        the last query may always wait.
+        None: it scores in each layer, when that has attended.
         """
         if self.asks_ranks or not (self.joins_layers or self.copies_keys):
             return None
@@ -84,8 +83,8 @@ class Scorer(Component):
     def floats_per_key(self, policy: Policy, head_size: int, group: int) -> int:
         """Return the most float32 numbers that `score` has in memory for a key of a KV head.
 
-        The engine reserves memory for them. The default is enough for four further copies of K or
-        V, and for twice the logits of the window. `group` are query heads of a KV head.
+        The engine reserves them. The default is enough for four further copies of K or V, and for
+        twice the logits of the window. `group` are query heads of a KV head.
         """
         rows = policy.window if self.needs_queries else 0
         return 6 * head_size + (2 * group + 1) * rows
@@ -94,10 +93,9 @@ class Scorer(Component):
         """Return bytes that the kernels of `scores` allocate: for each padded score, and each query
         head.
 
-        The engine reserves memory for them, and for the scores and as many numbers before pooling.
-        Query heads are those of all requests. The default is that of `window_scores` on any device:
-        two float32 for each query row and 512 keys (C++: 1,024), and less for each row and key, of
-        which a request has more than queries. `group` are query heads of a KV head.
+        The engine reserves them beside the scores and as many numbers before pooling. The default
+        is that of `window_scores`: two float32 for each query row and 512 keys (C++: 1,024), and
+        less for each row and key. `group` are query heads of a KV head.
         """
         if self.copies_keys or not self.needs_queries:
             return 0, 0
@@ -106,12 +104,9 @@ class Scorer(Component):
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
         """Return the importance of each key of one request in one layer; higher is kept first.
 
-        Args:
-            inputs: what the layer has, see `ScorerInputs`: G KV heads, T tokens.
-
-        Returns:
-            `[G, T]` float32 without NaN. The scores of the first `sinks` and the last `window`
-                tokens are ignored, because those tokens stay. Ties go to the lower position.
+        `[G, T]` float32 without NaN, of G KV heads and T tokens. The scores of the first `sinks`
+        and the last `window` tokens are ignored, because those tokens stay. Ties go to the lower
+        position.
         """
         raise NotImplementedError
 
@@ -128,15 +123,12 @@ class Scorer(Component):
 
         Column i is the token in place i of the request's table; columns without a token, and those
         of the last `window` tokens, may be missing or hold anything. A scorer with a kernel of its
-        own overrides this, and keeps `score` as the reference that the kernel is tested against.
+        own overrides this, and keeps `score` as the kernel's reference.
         """
         return batch.score_each(self.kind, self.score_parts)
 
     def compiled(self, batch: EvictionBatch) -> torch.Tensor:
-        """Score a made-up batch, whose cache holds anything, to compile what `scores` launches.
-
-        A scorer in PyTorch has nothing to compile, and might return NaN for such a cache.
-        """
+        """Score a made-up batch, whose cache holds anything, to compile what `scores` launches."""
         import torch
 
         if type(self).scores is not Scorer.scores:
@@ -150,7 +142,6 @@ class Scorer(Component):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise ValueError if the class overrides neither `score` nor `scores`."""
         if cls.score is Scorer.score and cls.scores is Scorer.scores and cls.evicts:
             raise ValueError(
                 f"the scorer {cls.__module__}:{cls.__qualname__} has no method "
@@ -166,7 +157,6 @@ class Scorer(Component):
         return {}
 
     def check(self, policy: Policy) -> None:
-        """Refuse policies without the window or the schedule that this scorer needs."""
         if self.needs_queries and policy.window < 1:
             raise ValueError(
                 f"policy {policy.name!r} scores with the queries of the observation window, so "

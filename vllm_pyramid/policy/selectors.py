@@ -27,23 +27,16 @@ class Selector(Component):
         return 0.0
 
     def select(self, scores: torch.Tensor, keep: int) -> torch.Tensor:
-        """Choose the tokens of one request that stay in one layer.
+        """Choose the tokens of one request that stay in one layer: `[G, keep]` places, in any
+        order.
 
-        Args:
-            scores: `[G, T]` float32; sinks and window have +inf.
-            keep: how many stay in each head: at least those with +inf, at most T.
-
-        Returns:
-            `[G, keep]` integers, the places of the tokens that stay: no place twice, in any order.
+        `scores` are `[G, T]` float32; sinks and window have +inf, and `keep` is at least their
+        number.
         """
         raise NotImplementedError
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
-        """Choose for all requests that evict in a step, by `Scorer.scores`: `[S, G, max_keep]`
-        int32.
-
-        These are ascending places in the requests' tables, as of `ops.select`.
-        """
+        """Choose for all requests that evict in a step: `[S, G, max_keep]`, as `ops.select`."""
         return batch.select_each(self.kind, self.select, scores)
 
     def probed(self, scores: torch.Tensor, keep: int) -> torch.Tensor | None:
@@ -52,7 +45,6 @@ class Selector(Component):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise ValueError if the class overrides neither `select` nor `kept`."""
         if cls.select is Selector.select and cls.kept is Selector.kept:
             raise ValueError(
                 f"the selector {cls.__module__}:{cls.__qualname__} has no method "
@@ -74,11 +66,9 @@ class TopKSelector(Selector):
 
     @property
     def recent_share(self) -> float:
-        """The field `recent`."""
         return self.recent
 
     def check(self, policy: Policy) -> None:
-        """Refuse `recent` for scorers that do not use it."""
         if self.recent and (policy.scorer.needs_queries or not policy.scorer.evicts):
             raise ValueError(
                 f"policy {policy.name!r} sets selector.recent, which its scorer "
@@ -86,7 +76,6 @@ class TopKSelector(Selector):
             )
 
     def select(self, scores: torch.Tensor, keep: int) -> torch.Tensor:
-        """Choose in PyTorch; the engine runs `kept`."""
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :keep]
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checked settings of an engine: plain data that travels to its processes as JSON.
 
-The front end reads and checks the flags once and puts the result under `SERVED_KEY` into vLLM's
-`additional_config`. The engine core and the workers open no file and check nothing again.
+The front end puts them under `SERVED_KEY` into vLLM's `additional_config`.
 """
 
 from __future__ import annotations
@@ -36,31 +35,29 @@ class ServedSettings:
     """The settings of an engine with a policy.
 
     Attributes:
-        policy: the served policy. trace: folder for traces, or None.
+        trace: folder for traces, or None.
         swap_space_bytes: host memory for V of each worker; None: as much as the device's cache.
         forecasts: whether prompts are admitted by what all requests will hold, not by what they
             hold now.
-        backend: the attention backend, on devices with a choice.
         num_drafts: tokens that are drafted for a request in a step; 0 without speculation.
         asks_prefix_caching: whether the user asked for prefix caching, not only vLLM's default.
-        why_no_turns: why this engine cannot resume conversations (`kv_turns`), whatever the policy;
-            None if it can.
-        overrides: what requests may change.
+        why_no_turns: why this engine cannot resume conversations, whatever the policy; None if it
+            can.
         reports_cached: whether each response says what the cache held for its request; if not, only
             those of requests with a `cache_salt` do.
-        keep_template: whether the tokens of a chat's template stay in every layer and head, and how
-            many first tokens of each message with them; None if not.
-        keep_tools: whether they stay in chats with tools, where they can be found.
-        host_cache_bytes: host memory of each tensor-parallel rank, all pipeline stages together,
-            for the host cache; None without one.
-        host_cache_dir: folder in which what the host cache finds survives a restart; None without.
+        keep_template: how many first tokens of each message stay with a chat's template; None: the
+            template is not kept. keep_tools: whether it stays in chats with tools, where it can be
+            found.
+        host_cache_bytes: host memory of each tensor-parallel rank, all pipeline stages together;
+            None without a host cache. host_cache_dir: folder in which its content survives a
+            restart.
         host_cache_dir_bytes: the most bytes of its files; None: as many as `host_cache_bytes`.
         turn_mode: how requests with `kv_turns` continue that do not say it (`TURN_MODES`).
-        session_ttl_s: seconds after which a session (`kv_session`) that is not used is forgotten.
+        session_ttl_s: seconds after which a session that is not used is forgotten.
         session_from: what names a request's session besides `kv_session` (`parse_session_from`).
         shadow: the share of requests whose answers are compared with the whole cache's; None: none.
-        shadow_floor: the agreement below which an application runs with the whole cache;
-            None: none does.
+        shadow_floor: the agreement below which an application runs with the whole cache; None: none
+            does.
         page: whether the API server shows the live page.
     """
 
@@ -87,7 +84,6 @@ class ServedSettings:
     page: bool = False
 
     def as_data(self) -> dict[str, Any]:
-        """Return the settings as JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         overrides = {**asdict(self.overrides), "allowed": list(self.overrides.allowed)}
         values["session_from"] = list(self.session_from)
@@ -97,8 +93,8 @@ class ServedSettings:
     def of_graph(self) -> dict[str, Any]:
         """What a compiled graph of the model depends on, as JSON values.
 
-        vLLM names our backend CUSTOM, whatever kernels it runs. A back end says whether the graph
-        quantises queries and writes the cache, and may say something else in another version.
+        vLLM names our backend CUSTOM, whatever kernels it runs; a back end decides what the graph
+        quantises and writes.
         """
         parts = [found for part in self.policy.parts if (found := part.of_graph) is not None]
         return {"version": __version__, "backend": self.backend, "parts": parts}
@@ -115,7 +111,7 @@ class ServedSettings:
     def min_last_chunk(self) -> int:
         """Prompt tokens that the prefill's last chunk must have.
 
-        A trace needs a window of them. A chunk with no more tokens than a decode step has with its
+        A trace needs a window of them. A chunk with no more tokens than a decode step and its
         drafts looks like one, and captured graphs replay decode steps without any eviction.
         """
         tokens = self._more_than_drafts(self.policy.min_last_chunk)

@@ -22,11 +22,7 @@ _OTHERS = ("authorization", "cookie", "x-api-key", "content-type", "user-agent",
 def parse_session_from(value: object) -> tuple[str, ...]:
     """Parse `kv_session_from`: keys of `BODY_NAMES` and names of headers, the first one given wins.
 
-    Args:
-        value: a list of them, or its text with commas; None for an empty one.
-
-    Raises:
-        ValueError: anything else.
+    `value` is a list, or its text with commas; None for an empty one. ValueError: anything else.
     """
     if value is None:
         return ()

@@ -57,7 +57,6 @@ class HeadContext(LayerContext):
     def to_write(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rows of single heads, and their slots: vLLM's are of one table for all heads."""
         key, value = (self.lanes.as_one_head(rows) for rows in (key, value))
         return key, value, self._slots(layer, len(slots))
 
@@ -71,7 +70,6 @@ class HeadContext(LayerContext):
         return metadata.slots
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
-        """Let a method attend; on the CPU, attend in all lanes if none did."""
         if super().attend(inputs, out):
             return True
         if self.shifted is not None:
@@ -95,12 +93,9 @@ class HeadContext(LayerContext):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend by vLLM's kernel to each KV head as a request.
+        """Attend by vLLM's kernel to each KV head as a request; `metadata` is stock, of the lanes.
 
-        Args:
-            query, output: `[>= T, H, D]`. kv_cache: `[P, 1, N, 2 * D]`.
-            metadata: stock, of the lanes; `kv_order` is None where queries are in their order.
-            args, kwargs: scales of fused output quantisation.
+        `kv_cache` is `[P, 1, N, 2 * D]`. `kv_order` is None where queries are in their order.
         """
         if metadata is None:  # profiling run
             found: torch.Tensor = impl.stock_attention(
@@ -122,5 +117,4 @@ class HeadContext(LayerContext):
         return output
 
     def split(self, inputs: AttentionInputs) -> Iterable[AttentionInputs]:
-        """Return the inputs of each lane, as of a layer of one KV head."""
         return self.lanes.split(inputs)

@@ -4,9 +4,8 @@
     a request's blocks in a layer      [M], an entry of each KV head for G N tokens
     what the layer's kernels read      [R_max * G, M / G], a request of one KV head in each row
 
-Tables and lengths of lanes are gathered as those of layers are (`shifted_tables.py`). The slots of
-the step's tokens are found here, too: vLLM finds slots of one table for all heads. All tensors
-keep their addresses, so captured graphs read them.
+Slots are found here, too: vLLM finds slots of one table for all heads. All tensors keep their
+addresses, so captured graphs read them.
 
 Shape legend: L layers, R requests, G KV heads, T tokens of the step, N tokens of a block, M entries
 of a request's table.
@@ -25,17 +24,15 @@ from vllm_pyramid.step.step import Step
 
 
 class LaneTables(ShiftedTables):
-    """Tables, lengths, slots and the order of queries of all lanes of this worker.
+    """Tables, lengths, slots and the order of queries of all lanes (G of a layer) of this worker.
 
     Attributes:
-        lanes: G.
         slots: `[L, T_max * G]` int64, of `token * G + head`; -1 behind the step's tokens.
         query_starts: `[R_max * G + 1]` int32, where the queries of each lane begin.
         order: `[T_max * G]` int64, `token * G + head` in the order of the lanes.
 
     Args:
-        max_num_tokens: T_max, with the padding of a captured batch.
-        width: M. block_size: N.
+        max_num_tokens: T_max, with the padding of a captured batch. width: M. block_size: N.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class LaneTables(ShiftedTables):
         host_lens: npt.NDArray[np.int32] | None,
         slots: Slots | None = None,
     ) -> None:
-        """Write a step's lanes; arguments as of `ShiftedTables.follow`."""
         assert step.layout is None, "all heads compute the same tokens"
         num_tokens = None if host_lens is None else int(step.scheduled.sum())
         num_reqs = 0 if host_lens is None else len(host_lens)
@@ -89,9 +85,8 @@ class LaneTables(ShiftedTables):
     ) -> None:
         """Write the slots of a step's tokens, and where the queries of each lane begin.
 
-        Args:
-            seq_lens, slots: as of `update`. query_starts: `[R + 1]` int32.
-            num_tokens: T, without padding; None: without real requests, which write to no slot.
+        `query_starts` is `[R + 1]` int32. `num_tokens` is T, without padding; None: without real
+        requests, which write to no slot.
         """
         from vllm_pyramid.kernels.triton import lanes as kernels
 
@@ -117,7 +112,7 @@ class LaneTables(ShiftedTables):
     def describe(self, common: Any, layer: int) -> None:
         """Make a copy of vLLM's metadata of a step describe a layer's lanes.
 
-        Its `query_start_loc_cpu` stays that of the requests; builders without context parallelism
+        Its `query_start_loc_cpu` stays that of the requests: builders without context parallelism
         do not read it.
         """
         if not self._has_starts:  # a capture, for which vLLM prepares no step
@@ -130,7 +125,6 @@ class LaneTables(ShiftedTables):
         super().describe(common, layer)
 
     def complete(self, metadata: Any, common: Any, layer: int) -> None:
-        """Add to stock metadata what ours has more; `common` is as `describe` has made it."""
         super().complete(metadata, common, layer)
         metadata.kv_order = self.order_of(common)
 
@@ -143,13 +137,11 @@ class LaneTables(ShiftedTables):
         return self.slots[self.place(layer)][: num_tokens * self.lanes]
 
     def warm_up(self) -> None:
-        """Launch all kernels, with one request that has no tokens."""
         super().warm_up()
         starts = torch.zeros_like(self.query_starts[:2])
         self.find_slots(self.no_skips[:1], starts, 0, 0)
 
     def forget_step(self) -> None:
-        """Forget the last step before graphs are captured."""
         super().forget_step()
         self._has_starts = False
         for table in self.tables:

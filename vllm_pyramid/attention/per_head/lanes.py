@@ -62,17 +62,9 @@ class HeadLanes:
     def of_step(
         self, step: Step, query_starts: torch.Tensor, seq_lens: torch.Tensor, longest: int
     ) -> LaneStep:
-        """Return the lanes of a step; the first layer that asks makes them.
-
-        Args:
-            query_starts: `[R + 1]` int32. seq_lens: `[R]` int32.
-            longest: the largest of `seq_lens`, or more.
-        """
-        if self._step is not step or self._lanes is None:
-            self._step, self._lanes = step, self._made(query_starts, seq_lens, longest)
-        return self._lanes
-
-    def _made(self, query_starts: torch.Tensor, seq_lens: torch.Tensor, longest: int) -> LaneStep:
+        """Return the lanes of a step, made once; `longest` bounds `seq_lens`, `[R]`."""
+        if self._step is step and self._lanes is not None:
+            return self._lanes
         count, lens = self.count, query_starts.diff().long()
         requests = torch.arange(len(lens)).repeat_interleave(lens)
         tokens = torch.arange(len(requests))
@@ -85,7 +77,7 @@ class HeadLanes:
             # Stable by request and head, so tokens of a lane stay in order.
             lanes = requests[:, None] * count + torch.arange(count)
             order = lanes.flatten().argsort(stable=True)
-        return LaneStep(
+        made = LaneStep(
             seq_lens.repeat_interleave(count),
             starts,
             order,
@@ -94,8 +86,8 @@ class HeadLanes:
             positions % self.block_size,
             -(-longest // self.block_size),
         )
-
-    # One layer ------------------------------------------------------------------------------------
+        self._step, self._lanes = step, made
+        return made
 
     def tables(self, step: LaneStep, table: torch.Tensor) -> torch.Tensor:
         """Return the lanes' tables, `[R * G, num_blocks]` int32, of a layer's `[>= R, M]`."""
@@ -115,11 +107,7 @@ class HeadLanes:
         return rows.unflatten(1, (self.count, -1)).flatten(0, 1)
 
     def attend(self, ops: Ops, batch: AttentionBatch, softmax: Softmax, out: torch.Tensor) -> None:
-        """Attend in all lanes of a layer. Prefixes are not shared, so no pages are read together.
-
-        `batch` has `[T, H, D]` queries, and tables, lengths and skips of lanes; `out` is `[T, H,
-        D]`, written.
-        """
+        """Attend in all lanes of a layer; the batch has `[T, H, D]` queries, and lanes' tables."""
         assert self._lanes is not None, "the layer's metadata are those of a step"
         query, order = self.as_one_head(batch.query), self._lanes.order
         rows = out.view(query.shape)
@@ -131,10 +119,7 @@ class HeadLanes:
         rows.index_copy_(0, order, found)
 
     def split(self, inputs: AttentionInputs) -> Iterator[AttentionInputs]:
-        """Return what each lane of a layer evicts by: inputs of a layer with one KV head.
-
-        `inputs` are of the layer, with `[T, H, D]` queries, and tables, lengths and skips of lanes.
-        """
+        """Return what each lane of a layer evicts by: inputs of a layer with one KV head."""
         batch, count = inputs.batch, self.count
         group = batch.query.shape[1] // count
         tables = batch.block_table.unflatten(0, (-1, count))

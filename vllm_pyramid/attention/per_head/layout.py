@@ -44,15 +44,11 @@ class HeadTableLayout(TableLayout):
         )
 
     def device_bytes(self, num_layers: int, max_num_reqs: int, max_num_tokens: int) -> int:
-        """Return the bytes of slots, of the order of queries, and of where they begin."""
         lanes = self.tables_per_layer
         return 4 * (max_num_reqs * lanes + 1) + 8 * lanes * max_num_tokens * (num_layers + 1)
 
     def check(self, name: str, impl: Any) -> None:
-        """Raise ValueError unless the attention of a layer serves block tables of single KV heads.
-
-        It must have no learned sinks, which all heads of a layer share.
-        """
+        """Raise ValueError unless a layer's attention serves tables of heads, without sinks."""
         if not getattr(impl, "serves_single_heads", False):
             raise ValueError(
                 f"layer {name} has the attention {type(impl).__qualname__}, which has no block "

@@ -134,10 +134,7 @@ def attention_record(
     log_sum_exp: torch.Tensor | None,
     table_of_heads: tuple[int, int] | None = None,
 ) -> bytes:
-    """Check the arguments and pack them as a `PyrAttention`.
-
-    `table_of_heads` are the strides of rows and KV heads where each head has a table.
-    """
+    """Check the arguments and pack a `PyrAttention`; `table_of_heads`: strides of row and head."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window
     if batch.value_table is not None:

@@ -16,7 +16,6 @@ CACHE_CODES = DTYPE_CODES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 
 
 def check_cache(name: str, cache: torch.Tensor) -> tuple[int, ...]:
-    """Check for `[P, G, N, D]` with unit stride in D, and return the other strides."""
     if cache.dim() != 4:
         raise ValueError(f"{name} must be [P, G, N, D], got shape {tuple(cache.shape)}")
     if cache.stride(3) != 1:
@@ -27,7 +26,6 @@ def check_cache(name: str, cache: torch.Tensor) -> tuple[int, ...]:
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[int, ...]:
-    """Check that both caches have one shape and dtype, and return their strides, K's first."""
     strides = check_cache("key_cache", key_cache) + check_cache("value_cache", value_cache)
     if key_cache.shape != value_cache.shape or key_cache.dtype != value_cache.dtype:
         raise ValueError(
@@ -49,7 +47,6 @@ def dtype_code(name: str, tensor: torch.Tensor) -> int:
 
 
 def cache_code(key_cache: torch.Tensor) -> int:
-    """Return the `PyrDtype` for the dtype of a cache."""
     code = CACHE_CODES.get(key_cache.dtype)
     if code is None:
         raise ValueError(
@@ -60,7 +57,6 @@ def cache_code(key_cache: torch.Tensor) -> int:
 
 
 def check_scale(name: str, scale: float, of_tokens: torch.Tensor | None = None) -> None:
-    """Check that a scale is positive and finite, and that there are no scales of tokens."""
     check_one_scale(of_tokens)
     if not 0 < scale < math.inf:
         raise ValueError(f"{name} must be positive, got {scale}")
@@ -102,9 +98,7 @@ def lse_address(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> int:
     """Return the address of a contiguous float32 `[T, H]`; 0 for None."""
     if log_sum_exp is None:
         return 0
-    check_lse(log_sum_exp, query)
-    if not log_sum_exp.is_contiguous():
-        raise ValueError(f"log_sum_exp must be contiguous, got strides {log_sum_exp.stride()}")
+    check_lse(log_sum_exp, query, dense=True)
     return log_sum_exp.data_ptr()
 
 

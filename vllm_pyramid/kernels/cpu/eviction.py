@@ -20,7 +20,7 @@ from vllm_pyramid.kernels.cpu.checks import (
 )
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrCompact, PyrScores, PyrSelect, packer
-from vllm_pyramid.kernels.log_sum_exp import check_some_requests
+from vllm_pyramid.kernels.log_sum_exp import check_scores, check_some_requests
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax, WindowBatch
 
 _pack_scores = packer(PyrScores)
@@ -85,11 +85,7 @@ def select(
     max_keep: int | None = None,
 ) -> torch.Tensor:
     """Select by a radix search for the k-th score, with one thread for each KV head."""
-    if scores.dim() != 3 or scores.dtype != torch.float32 or scores.stride(2) != 1:
-        raise ValueError(
-            f"scores must be float32 [R, G, columns] with unit stride in the last dimension, got "
-            f"{scores.dtype} {tuple(scores.shape)}, strides {scores.stride()}"
-        )
+    check_scores(scores)
     requests, heads, columns = scores.shape
     check_some_requests(requests)
     if window < 0 or sinks < 0:

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The back end in C++ for the CPU: this module implements `Ops` of `contract.py`.
 
-A call packs its arguments into one record (`csrc/cpu/abi.h`) and passes its address, which takes a
-few microseconds and creates no tensor but a result. Python checks shapes, dtypes and strides
-(`checks.py`), C++ the values of tensors.
-
-Caches are float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; head sizes are multiples of 8
-up to 512.
+Python checks shapes, dtypes and strides, C++ the values of tensors. Caches are float32, bfloat16,
+float16, float8_e4m3fn or float8_e5m2; head sizes are multiples of 8 up to 512.
 """
 
 from __future__ import annotations

@@ -106,8 +106,7 @@ def load() -> ctypes.CDLL:
     Raises:
         LibraryError: the library is missing or does not load, or its version or a field of its
             records differs from this package's.
-        ValueError: `VLLM_PYRAMID_CPU_ISA` names an instruction set that this CPU lacks, or
-            `VLLM_PYRAMID_CPU_LIBRARY` a file that is not there.
+        ValueError: `VLLM_PYRAMID_CPU_ISA` or `VLLM_PYRAMID_CPU_LIBRARY` names what is not there.
     """
     path = _find()
     try:
@@ -183,10 +182,7 @@ def most_scratch_bytes() -> int:
 
 
 def shared_rows() -> int:
-    """Return the rows that read shared pages together with others since the library was loaded.
-
-    A row is a query token and query head of one layer and step.
-    """
+    """Return the rows (token, head, layer, step) that have read shared pages together."""
     return int(load().pyr_shared_rows())
 
 
@@ -215,15 +211,9 @@ def isas() -> list[str]:
 
 
 def library_path() -> Path:
-    """Return the file of the library.
-
-    Raises:
-        LibraryError: it was not built.
-        ValueError: `VLLM_PYRAMID_CPU_LIBRARY` names a file that is not there.
-    """
+    """Return the library's file; LibraryError: it was not built."""
     return _find()
 
 
 def current_isa() -> str:
-    """Return the name of the instruction set in use."""
     return load().pyr_isa().decode()

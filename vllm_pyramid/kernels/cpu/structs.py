@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records that the C++ kernels take: the classes mirror the structs of `csrc/cpu/abi.h`.
 
-Names, types and order of the fields are the same, which `library.load` checks; `abi.h` documents
-what a field holds. Every field has 8 bytes, so there is no padding. A launcher packs its values by
-position with a `packer`, in a third of the time of an object of the class.
+`abi.h` documents what a field holds. Every field has 8 bytes, so there is no padding.
 """
 
 from __future__ import annotations

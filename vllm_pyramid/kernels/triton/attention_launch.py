@@ -39,14 +39,10 @@ def paged_attention(
 ) -> None:
     """Attend with products of the query's dtype, and softmax and sums in float32.
 
-    The split decode kernel serves requests with one query, the prefill kernel all others. Each
-    kernel makes that choice on the device for each request, so mixed batches need no reordering. If
-    the batch's `max_query_len` is 1, the prefill kernel is not launched. Its `max_seq_len`, by
-    default the table's capacity, bounds the number of splits.
-
-    Args:
-        num_splits: splits of the decode context, a power of two; None: `choose_num_splits`.
-        workspace: scratch for more than one split; None: allocate it.
+    The split decode kernel serves requests with one query, the prefill kernel all others, which
+    each kernel finds out on the device. The batch's `max_seq_len`, by default the table's capacity,
+    bounds the number of splits. `num_splits` is a power of two; None: `choose_num_splits`.
+    `workspace` is scratch for more than one split; None: allocate it.
     """
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     block_table, query_start_loc = batch.block_table, batch.query_start_loc

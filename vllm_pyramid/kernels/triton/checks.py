@@ -52,15 +52,6 @@ def check_keys(
     return (key_cache, (0, 0, 0)) if scales is None else (scales, scales.stride())
 
 
-def check_scores(scores: torch.Tensor) -> None:
-    """Raise ValueError unless scores are `[R, G, n]` float32 with unit stride in n."""
-    if scores.dtype != torch.float32 or scores.dim() != 3 or scores.stride(2) != 1:
-        raise ValueError(
-            f"scores must be float32 [R, G, n] with unit stride, got {scores.dtype} "
-            f"{tuple(scores.shape)} with strides {scores.stride()}"
-        )
-
-
 def check_query(query: torch.Tensor, key_cache: torch.Tensor) -> int:
     """Check that `[T, H, D]` fits the cache, and return the number of query heads per KV head."""
     num_kv_heads, _, head_size = key_cache.shape[1:]
@@ -98,7 +89,5 @@ def lse_or(log_sum_exp: torch.Tensor | None, query: torch.Tensor) -> torch.Tenso
     """Return a checked, contiguous `[T, H]`; for None `query`, a pointer that no kernel reads."""
     if log_sum_exp is None:
         return query
-    check_lse(log_sum_exp, query)
-    if not log_sum_exp.is_contiguous():
-        raise ValueError(f"log_sum_exp must be contiguous, got strides {log_sum_exp.stride()}")
+    check_lse(log_sum_exp, query, dense=True)
     return log_sum_exp

@@ -50,6 +50,18 @@ def with_sink(maximum, total, sink):
 
 
 @triton.jit
+def with_tile(maximum, total, logits):
+    """Add a tile of logits to the softmax of each row so far (total * 2**maximum)."""
+    new_max = tl.maximum(maximum, tl.max(logits, 1))
+    # A row may see no key of this tile, nor of the tiles before it.
+    reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    total = total * tl.exp2(maximum - reference_max) + tl.sum(
+        tl.exp2(logits - reference_max[:, None]), 1
+    )
+    return new_max, total
+
+
+@triton.jit
 def natural_log_sum(maximum, total):
     """Return ln(total * 2**maximum); -inf where nothing was summed."""
     log = maximum / LOG2_E + tl.log(tl.where(total == 0.0, 1.0, total))

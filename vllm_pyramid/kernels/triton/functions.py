@@ -12,22 +12,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_pyramid.kernels.log_sum_exp import check_some_requests
+from vllm_pyramid.kernels.log_sum_exp import check_scores, check_some_requests
 from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
-from vllm_pyramid.kernels.triton.checks import (
-    check_cache,
-    check_scores,
-    check_table,
-    check_unit_stride,
-)
-from vllm_pyramid.kernels.triton.move import (
-    compact_kernel,
-    copy_blocks_kernel,
-    reshape_and_cache_kernel,
-    write_rows_kernel,
-)
+from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
+from vllm_pyramid.kernels.triton.move import compact_kernel, copy_blocks_kernel, write_rows_kernel
 from vllm_pyramid.kernels.triton.select import select_kernel, unrankable_kernel
 from vllm_pyramid.kernels.triton.tiles import Workspace
 from vllm_pyramid.kernels.triton.window_scores_launch import window_scores
@@ -66,41 +56,9 @@ def reshape_and_cache(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Write K and V with one program for each token and piece of its row."""
     check_cache(key_cache, value_cache)
-    num_kv_heads, block_size, head_size = key_cache.shape[1:]
-    num_tokens = slot_mapping.shape[0]
-    for name, tensor in (("key", key), ("value", value)):
-        check_unit_stride(name, tensor)
-        if tensor.shape[0] < num_tokens or tensor.shape[1:] != (num_kv_heads, head_size):
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} must be [>= {num_tokens}, {num_kv_heads}, "
-                f"{head_size}] for the slot mapping and the cache given"
-            )
-    if num_tokens == 0:
-        return
-    dtype = key_cache.dtype
-    if dtype in FP8_BITS:
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    block = min(1024, triton.next_power_of_2(num_kv_heads * head_size))
-    reshape_and_cache_kernel[(num_tokens, triton.cdiv(num_kv_heads * head_size, block))](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        *(key_scale, value_scale),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_SIZE=head_size,
-        BLOCK_SIZE=block_size,
-        BLOCK=block,
-        **FP8_BITS.get(dtype, {"MANTISSA": 0, "BIAS": 0, "MOST": 0}),
-        num_warps=4,
-    )
+    write_rows(key, key_cache, slot_mapping, scale=key_scale)
+    write_rows(value, value_cache, slot_mapping, scale=value_scale)
 
 
 def write_rows(
@@ -147,7 +105,6 @@ def select(
     sinks: int = 0,
     max_keep: int | None = None,
 ) -> torch.Tensor:
-    """Select with one program for each request and KV head, into `max_keep` columns."""
     check_scores(scores)
     num_requests, num_kv_heads = scores.shape[:2]
     check_some_requests(num_requests)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots and the order of queries of lanes: KV heads as requests of one head.
 
-Where each KV head has a block table (`attention/per_head/lanes.py`), R requests become R * G of one
-KV head each, since vLLM's attention reads one table for a request. `tables.py` gathers their tables
-and lengths. `attention/per_head/lane_tables.py` calls these functions once a step; the rules of
-`tables.py` hold here too.
+R requests become R * G of one KV head each (`attention/per_head/lanes.py`); `tables.py` gathers
+their tables and lengths, and its rules hold here too.
 
 Shape legend: L layers, R requests, G KV heads, T tokens of the step.
 """
@@ -99,13 +97,8 @@ def lane_rows(
 ) -> None:
     """Write where the queries of each lane begin, and which query stands at each place.
 
-    The queries `[T, G, ...]` are numbered `token * G + head`; `order` lists them lane by lane. A
-    step in which every request has one token has them in that order already.
-
-    Args:
-        starts: `[>= R * G + 1]` int32, written up to there.
-        order: `[>= T * G]` int64, written up to there.
-        query_starts: `[R + 1]` int32. heads: G.
+    The queries `[T, G, ...]` are numbered `token * G + head`; `order`, `[>= T * G]` int64, lists
+    them lane by lane. `starts` is `[>= R * G + 1]` int32, `query_starts` `[R + 1]`.
     """
     num_rows = len(query_starts) - 1
     if len(starts) <= num_rows * heads:
@@ -135,13 +128,8 @@ def lane_slots(
 ) -> None:
     """Write the slots of the step's tokens and KV heads, `token * G + head`, in each layer.
 
-    Behind them -1 is written, which writes nothing: padded tokens of a captured batch find it.
-
-    Args:
-        slots: `[L, >= T * G]` int64, written.
-        groups: of which the sources are read. rows: with the step's tokens; padding has none.
-        query_starts: `[R + 1]` int32.
-        written: places up to which earlier steps may have left slots.
+    Behind them, up to `written`, -1 is written, which writes nothing: padded tokens of a captured
+    batch find it. `slots` is `[L, >= T * G]` int64, `query_starts` `[R + 1]` int32.
     """
     if written > slots.shape[1]:
         raise ValueError(f"{written} of {slots.shape[1]} slots cannot have been written")

@@ -35,12 +35,11 @@ def compact_kernel(
 ):
     """Move the survivors of one request and KV head to the tail, `BLOCK_D` elements of each row.
 
-    Grid: request and KV head, piece of the row, K or V. No two programs touch the same element, so
-    only the order inside a program matters. Survivor i moves to `base + i`, `base = length - keep`,
-    from a position that is not above it. The tiles of survivors run from the last to the first: the
-    targets of a tile that starts at rank a are `base + a` and above, and the sources of all lower
-    ranks are below `base + a`, so a tile overwrites nothing that a later tile reads. Inside a tile
-    the barrier lets every load finish before the first store.
+    Grid: request and KV head, piece of the row, K or V. No two programs touch the same element.
+    Survivor i moves to `base + i`, `base = length - keep`, never below its own position. Tiles run
+    from the last to the first: the targets of a tile from rank a are `base + a` and above, and the
+    sources of all lower ranks are below. Inside a tile the barrier lets every load finish before
+    the first store.
     """
     r = tl.program_id(0) // NUM_KV_HEADS
     g = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
@@ -142,66 +141,6 @@ def quantised(x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.con
     return (((bits >> 24) & 0x80) | tl.where(size > 0x7F800000, 0x7F, number)).to(tl.uint8)
 
 
-@triton.jit
-def write_elements(
-    source, target, scale, mask, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr
-):
-    """Copy elements between addresses; with a `MANTISSA` store the bits of 8-bit floats."""
-    row = tl.load(source, mask=mask)
-    if MANTISSA:
-        row = quantised(row, scale, MANTISSA, BIAS, MOST)
-    tl.store(target, row.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def reshape_and_cache_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    key_scale,
-    value_scale,
-    stride_key_in_token,
-    stride_key_in_head,
-    stride_value_in_token,
-    stride_value_in_head,
-    stride_key_block,
-    stride_key_head,
-    stride_key_token,
-    stride_value_block,
-    stride_value_head,
-    stride_value_token,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MOST: tl.constexpr,
-):
-    """Write `BLOCK` elements of token `pid 0` to its slot; negative slots are padding.
-
-    With a `MANTISSA` the caches are bytes that hold 8-bit floats (`quantised`).
-    """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot < 0:
-        return
-    block = slot // BLOCK_SIZE
-    row = slot % BLOCK_SIZE
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < NUM_KV_HEADS * HEAD_SIZE
-    g = (index // HEAD_SIZE).to(tl.int64)
-    d = index % HEAD_SIZE
-    key += token * stride_key_in_token + g * stride_key_in_head + d
-    key_cache += block * stride_key_block + row * stride_key_token + g * stride_key_head + d
-    write_elements(key, key_cache, key_scale, mask, MANTISSA, BIAS, MOST)
-    value += token * stride_value_in_token + g * stride_value_in_head + d
-    value_cache += block * stride_value_block + row * stride_value_token + g * stride_value_head + d
-    write_elements(value, value_cache, value_scale, mask, MANTISSA, BIAS, MOST)
-
-
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def write_rows_kernel(
     rows,
@@ -221,7 +160,10 @@ def write_rows_kernel(
     BIAS: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Write as `reshape_and_cache_kernel`, but one cache alone, which may be host memory."""
+    """Write `BLOCK` elements of token `pid 0` to its slot; negative slots are padding.
+
+    With a `MANTISSA` the cache has bytes that hold 8-bit floats (`quantised`).
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -231,5 +173,7 @@ def write_rows_kernel(
     g = (index // HEAD_SIZE).to(tl.int64)
     d = index % HEAD_SIZE
     place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
-    rows += token * stride_in_token + g * stride_in_head + d
-    write_elements(rows, cache + place + g * stride_head + d, scale, mask, MANTISSA, BIAS, MOST)
+    row = tl.load(rows + token * stride_in_token + g * stride_in_head + d, mask=mask)
+    if MANTISSA:
+        row = quantised(row, scale, MANTISSA, BIAS, MOST)
+    tl.store(cache + place + g * stride_head + d, row.to(cache.dtype.element_ty), mask=mask)

@@ -24,14 +24,10 @@ def ordered_bits(scores, positions, num_sinks):
 
 @triton.jit
 def add_digit(counts, bins, prefix, wanted):
-    """Extend the first bits of the last score that is wanted by eight bits.
+    """Extend the first bits of the last score that is wanted by eight bits, and count what is left.
 
-    Args:
-        counts: `[256]` how many scores that begin with `prefix` go on with each value, `bins`.
-        wanted: the scores still to be found among them.
-
-    Returns:
-        The longer prefix, and the scores still to be found among those that begin with it.
+    `counts`, `[256]`, says how many scores that begin with `prefix` go on with each of `bins`;
+    `wanted` scores are still to be found among them.
     """
     at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32), 0) - 1, 0)
@@ -66,12 +62,9 @@ def kth_largest(row, count, num_sinks, wanted, BLOCK: tl.constexpr):
 def next_chosen(row, columns, count, num_sinks, prefix, wanted, taken, equal_before):
     """Tell which of the scores at `columns` are among the largest, and where they go.
 
-    Args:
-        prefix, wanted: of `kth_largest`. taken, equal_before: chosen scores, and scores equal to
-            the last one chosen, before these columns.
-
-    Returns:
-        Masks of the chosen columns, their places, and the last two arguments for the next columns.
+    `taken` and `equal_before` count the chosen scores, and those equal to the last one chosen,
+    before these columns. Returns masks of the chosen columns, their places, and both for the next
+    columns.
     """
     inside = columns < count
     bits = ordered_bits(tl.load(row + columns, mask=inside, other=0.0), columns, num_sinks)

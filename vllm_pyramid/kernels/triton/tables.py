@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block tables and lengths of each layer for vLLM's own attention kernels.
 
-A kernel without `skips` (FlashAttention, vLLM's Triton attention) sees an evicted layer as a
-shorter sequence whose table starts later. `attention/shifted_tables.py` launches one kernel a step,
-for all layers. It writes to tensors that the caller keeps, so captured CUDA graphs may read them.
-Nothing is read back to the host. Numbers that change from step to step are not specialised on, so
-no step waits for a compiler. The launcher has a PyTorch version, its oracle.
-
-Shape legend as in `table_records.py`.
+A kernel without `skips` sees an evicted layer as a shorter sequence whose table starts later
+(`attention/shifted_tables.py`). Captured CUDA graphs may read what is written here. Nothing is read
+back to the host. Numbers that change from step to step are not specialised on, so no step waits for
+a compiler. Shape legend as in `table_records.py`.
 """
 
 from __future__ import annotations

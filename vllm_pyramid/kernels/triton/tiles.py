@@ -39,7 +39,6 @@ def decode_config(head_size: int, element_size: int, group: int) -> dict[str, in
 
 
 def prefill_config(head_size: int, element_size: int) -> dict[str, int]:
-    """Choose the tile of `prefill_kernel`."""
     block_d = padded_head_size(head_size)
     if element_size == 4:
         return {
@@ -97,9 +96,9 @@ def target_programs(device: torch.device) -> int:
 def choose_num_splits(programs: int, num_pairs: int, max_seq_len: int, block_k: int) -> int:
     """Choose the number of splits of the context: a power of two, at most 64.
 
-    The result is the largest that keeps `num_pairs * splits <= programs` and gives every split of
-    the longest request two tiles or more; it is 1 if the pairs alone fill the device. It depends
-    only on numbers that the host knows, so a captured graph always replays the same launch.
+    The largest that keeps `num_pairs * splits <= programs` and gives every split of the longest
+    request two tiles or more. It depends only on numbers that the host knows, so a captured graph
+    always replays the same launch.
 
     Args:
         programs: number of programs that fill the device.
@@ -114,13 +113,8 @@ def choose_num_splits(programs: int, num_pairs: int, max_seq_len: int, block_k: 
 class Workspace:
     """Scratch of split decode, allocated once and shared by all layers of one head geometry.
 
-    With more than one split, `num_pairs * splits` never exceeds the number of programs that fill
-    the device, so the size does not grow with the number of requests: about 1 MiB for 32 heads of
-    128 on 132 multiprocessors.
-
-    Attributes:
-        partial_out: `[rows, D]` float32. partial_max, partial_sum: `[rows]` float32.
-        programs: number of programs that fill the device, for `choose_num_splits`.
+    `num_pairs * splits` never exceeds the number of `programs` that fill the device, so the size
+    does not grow with requests. `partial_out` is `[rows, D]` float32, the other two `[rows]`.
     """
 
     partial_out: torch.Tensor
@@ -136,10 +130,7 @@ class Workspace:
         device: torch.device | str,
         rows: int | None = None,
     ) -> Workspace:
-        """Allocate scratch that suffices for every batch size.
-
-        `rows` is requests * query heads * splits, for more splits than `choose_num_splits` chooses.
-        """
+        """Allocate scratch for every batch size, or `rows` of a query head and split."""
         device = torch.device(device)
         programs = target_programs(device)
         if rows is None:

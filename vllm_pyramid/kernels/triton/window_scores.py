@@ -21,6 +21,7 @@ from vllm_pyramid.kernels.triton.device_functions import (
     load_keys,
     soft_capped,
     with_sink,
+    with_tile,
 )
 
 
@@ -37,6 +38,26 @@ def window_logits(
     if HAS_SOFT_CAP:
         logits = soft_capped(logits, soft_cap)
     return tl.where(key_positions[None, :] <= query_positions[:, None], logits, float("-inf"))
+
+
+@triton.jit
+def load_window_rows(
+    query, end, rows, head_start, window_start, g, stride_token, stride_head, dims, dim_mask,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, WINDOW_TILE: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of query rows; rows of padding repeat a real one: finite and masked."""
+    head_in_group = head_start + rows // WINDOW_TILE
+    in_window = window_start + rows % WINDOW_TILE
+    row_mask = (head_in_group < GROUP) & (in_window < WINDOW)
+    heads = (g * GROUP + tl.minimum(head_in_group, GROUP - 1)).to(tl.int64)
+    window_row = tl.minimum(in_window, WINDOW - 1)
+    tokens = (end - WINDOW + window_row).to(tl.int64)
+    q = tl.load(
+        query + tokens[:, None] * stride_token + heads[:, None] * stride_head + dims[None, :],
+        mask=dim_mask[None, :],
+        other=0.0,
+    )
+    return q, tokens, heads, window_row, row_mask
 
 
 # Rows of a larger tensor begin at any multiple of four bytes.
@@ -94,23 +115,12 @@ def window_max_sum_kernel(
     start = tl.load(starts + r) if HAS_STARTS else 0
 
     rows = tl.arange(0, HEADS * WINDOW_TILE)
-    head_in_group = head_start + rows // WINDOW_TILE
-    in_window = window_start + rows % WINDOW_TILE
-    row_mask = (head_in_group < GROUP) & (in_window < WINDOW)
-    # Rows of padding repeat a real one: finite numbers that are not stored.
-    heads = (g * GROUP + tl.minimum(head_in_group, GROUP - 1)).to(tl.int64)
-    window_row = tl.minimum(in_window, WINDOW - 1)
     dims = tl.arange(0, BLOCK_D)
     dim_mask = dims < HEAD_SIZE
-    tokens = (tl.load(query_ends + r) - WINDOW + window_row).to(tl.int64)
-    q = tl.load(
-        query
-        + tokens[:, None] * stride_query_token
-        + heads[:, None] * stride_query_head
-        + dims[None, :],
-        mask=dim_mask[None, :],
-        other=0.0,
-    )
+    q, _, heads, window_row, row_mask = load_window_rows(
+        query, tl.load(query_ends + r), rows, head_start, window_start, g, stride_query_token,
+        stride_query_head, dims, dim_mask, GROUP, WINDOW, WINDOW_TILE,
+    )  # fmt: skip
     query_positions = length - WINDOW + window_row
     table_row = block_table + r.to(tl.int64) * stride_table
     key_base = key_cache + g.to(tl.int64) * stride_key_head + dims[None, :]
@@ -133,13 +143,7 @@ def window_max_sum_kernel(
         logits = window_logits(q, k, factors, soft_cap, positions, query_positions, HAS_SOFT_CAP)
         if HAS_STARTS:
             logits = tl.where(positions[None, :] >= start, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
-        # The last split may start inside the window, where early queries see none of its keys.
-        reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp2(running_max - reference_max) + tl.sum(
-            tl.exp2(logits - reference_max[:, None]), 1
-        )
-        running_max = new_max
+        running_max, running_sum = with_tile(running_max, running_sum, logits)
 
     num_heads = NUM_KV_HEADS * GROUP
     place = ((r * num_heads + heads) * WINDOW + window_row) * num_splits + split
@@ -255,20 +259,10 @@ def window_mass_kernel(
         for head_start in range(0, GROUP, HEADS):
             per_head = tl.zeros([HEADS, BLOCK_K], tl.float32)
             for window_start in range(0, WINDOW, WINDOW_TILE):
-                head_in_group = head_start + rows // WINDOW_TILE
-                in_window = window_start + rows % WINDOW_TILE
-                row_mask = (head_in_group < GROUP) & (in_window < WINDOW)
-                heads = (g * GROUP + tl.minimum(head_in_group, GROUP - 1)).to(tl.int64)
-                window_row = tl.minimum(in_window, WINDOW - 1)
-                tokens = (end - WINDOW + window_row).to(tl.int64)
-                q = tl.load(
-                    query
-                    + tokens[:, None] * stride_query_token
-                    + heads[:, None] * stride_query_head
-                    + dims[None, :],
-                    mask=dim_mask[None, :],
-                    other=0.0,
-                )
+                q, tokens, heads, window_row, row_mask = load_window_rows(
+                    query, end, rows, head_start, window_start, g, stride_query_token,
+                    stride_query_head, dims, dim_mask, GROUP, WINDOW, WINDOW_TILE,
+                )  # fmt: skip
                 if LSE_BY_TOKEN:
                     lse_rows = tokens
                 else:

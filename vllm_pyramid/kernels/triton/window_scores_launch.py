@@ -32,14 +32,6 @@ def window_scores(
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score by the mass kernels, then pool; `log_sum_exp` may have any strides."""
-    mass = _window_mass(batch, softmax, reduction.gqa_reduce, log_sum_exp)
-    return _pooled(mass, batch, reduction)
-
-
-def _window_mass(
-    batch: WindowBatch, softmax: Softmax, gqa_reduce: str, log_sum_exp: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the scores before pooling: `[R, G, max_prompt_len - window]` float32."""
     launch = WindowLaunch.of(batch, softmax)
     if log_sum_exp is not None:
         check_lse(log_sum_exp, batch.query)
@@ -49,21 +41,23 @@ def _window_mass(
             f"prompts of {launch.longest} tokens have none before a window of {batch.window}"
         )
     if log_sum_exp is not None:
-        return launch.mass(log_sum_exp, num_columns, gqa_reduce, by_token=True)
-    partials = launch.partials(launch.num_rows)
-    launch.max_sum(partials)
-    return launch.mass(launch.joined(partials), num_columns, gqa_reduce)
+        mass = launch.mass(log_sum_exp, num_columns, reduction.gqa_reduce, by_token=True)
+    else:
+        partials = launch.partials(launch.num_rows)
+        launch.max_sum(partials)
+        mass = launch.mass(launch.joined(partials), num_columns, reduction.gqa_reduce)
+    if reduction.pooling == "none" or reduction.kernel_size == 1:
+        return mass
+    average = reduction.pooling == "avg"
+    return pool(mass, batch.prompt_lens, batch.window, reduction.kernel_size, average=average)
 
 
 @dataclass(frozen=True)
 class WindowLaunch:
     """The launches over one batch, and the arguments that its kernels share.
 
-    Attributes:
-        longest: tokens of the longest prompt. group: query heads of a KV head.
-        num_rows: softmaxes of the batch: `R * H * window`.
-        splits: of the keys, for the first pass over K.
-        config: tile of the kernels. inputs, scalars, strides, switches: of both passes.
+    `num_rows` are the softmaxes of the batch, `R * H * window`; `splits` are of the keys, for the
+    first pass over K.
     """
 
     batch: WindowBatch
@@ -120,7 +114,6 @@ class WindowLaunch:
 
     @property
     def pairs(self) -> int:
-        """The number of (request, KV head) pairs."""
         return self.batch.prompt_lens.shape[0] * self.batch.key_cache.shape[1]
 
     def partials(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,13 +189,6 @@ class WindowLaunch:
             **self.switches,
         )
         return mass
-
-
-def _pooled(mass: torch.Tensor, batch: WindowBatch, reduction: Reduction) -> torch.Tensor:
-    if reduction.pooling == "none" or reduction.kernel_size == 1:
-        return mass
-    average = reduction.pooling == "avg"
-    return pool(mass, batch.prompt_lens, batch.window, reduction.kernel_size, average=average)
 
 
 def pool(

@@ -71,7 +71,6 @@ class AccumulatingScorer(Scorer):
         raise NotImplementedError
 
     def probed(self, inputs: ScorerInputs) -> torch.Tensor | None:
-        """Return what `observe` gives; None where a kernel adds it."""
         return None if self.mass_kind is not None else self.observe(inputs)
 
     @property
@@ -93,7 +92,6 @@ class AccumulatingScorer(Scorer):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raise ValueError for a class without `observe` and without a kernel."""
         if cls.mass_kind is None and cls.observe is AccumulatingScorer.observe:
             raise ValueError(
                 f"the scorer {cls.__module__}:{cls.__qualname__} has no method "

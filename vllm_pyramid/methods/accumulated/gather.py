@@ -7,15 +7,13 @@
                   keys move            the sums move along               `after_compact`
                                        or begin again at zero            `after_eviction`
 
-The pool has one number a slot and KV head, `[P, G, N]` float32: a block belongs to one layer at a
-time, so one tensor serves all layers. A block that is given to another request needs no cleaning,
-since the sum of every token that is written is set to zero.
+The pool, `[P, G, N]` float32, serves all layers: a block belongs to one layer at a time. A block
+that is given to another request needs no cleaning, since the sum of every token that is written is
+set to zero. Where prompts stay (`schedule.prompt: keep`), the sums of their keys are not read:
+several requests may share these blocks, and write to their sums at once.
 
-Where prompts stay (`schedule.prompt: keep`), the sums of their keys are read by no one: several
-requests may share these blocks, and write to their sums at once.
-
-Shape legend: P blocks, G KV heads, N tokens of a block, S requests that evict, M table entries,
-L layers, R requests of the step.
+Shape legend: P blocks, G KV heads, N tokens of a block, S requests that evict, M table entries, L
+layers, R requests of the step.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ NO_QUERY = np.iinfo(np.int32).max
 class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     """The gathered mass of all layers, `pages` `[P, G, N]` float32; one object a worker.
 
-    ValueError: layers have different numbers of KV heads; pages of equal size then hold different
-    numbers of rows.
+    ValueError: layers have different numbers of KV heads.
     """
 
     name = "accumulated"
@@ -90,8 +87,6 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
             self.after_attention(inputs)
             self.first_queries = None
 
-    # Every step -----------------------------------------------------------------------------------
-
     def begin_step(self, step: Step) -> StepNeeds:
         """Find the first query to which the next eviction of each request looks back."""
         point, looks = next_evictions(step, self.policy, self.scorer, inside=self.inside)
@@ -106,7 +101,6 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return StepNeeds(wants_log_sum_exp=True)  # saves the pass over K that would find it
 
     def counts(self, step: Step) -> npt.NDArray[np.bool_]:
-        """Return which requests of the step are gathered for: `[R]`."""
         return np.ones(len(step.eviction_numbers), bool)
 
     def after_write(self, write: CacheWrite) -> None:
@@ -116,7 +110,6 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self.pages[slots // block_size, :, slots % block_size] = self._nothing
 
     def after_attention(self, inputs: AttentionInputs) -> None:
-        """Add what the step's queries give each key."""
         if self.first_queries is None:
             return
         if self.scorer.mass_kind is None:
@@ -166,8 +159,6 @@ class KeyMass(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def end_step(self, step: Step) -> None:
         """Gather nothing in steps without requests, which do not begin."""
         self.first_queries = None
-
-    # An eviction ----------------------------------------------------------------------------------
 
     def score(self, batch: EvictionBatch) -> torch.Tensor | None:
         if batch.policy.scorer != self.scorer:

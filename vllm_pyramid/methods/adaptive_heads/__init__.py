@@ -72,10 +72,7 @@ class AdaptiveHeads(HeadLengths):
 
         return HeadSolver(policy, context)
 
-    # Answers of a part --------------------------------------------------------------------------
-
     def check(self, policy: Policy) -> None:
-        """Refuse parts that look across heads, or were not tried with lengths of heads."""
         self.check_parts(policy)
         self.check_scorer(policy)
         ignored = "selector.recent" if policy.selector.recent_share else None

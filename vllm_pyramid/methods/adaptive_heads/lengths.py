@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of tokens that each KV head of a layer keeps, from the scores of all its heads.
-
-Plain PyTorch, one request at a time. Shapes: G KV heads, n context tokens (those before the
-observation window).
-"""
+"""Number of tokens that each of G KV heads of a layer keeps, from the scores of all its heads."""
 
 from __future__ import annotations
 
@@ -11,20 +7,17 @@ import torch
 
 
 def joint_lengths(scores: torch.Tensor, total: int, *, safe: int, sinks: int = 0) -> torch.Tensor:
-    """Count each head's tokens among the `total` best of all heads (AdaKV, arXiv:2407.11550).
+    """Count each head's tokens among the `total` best of all heads (AdaKV, arXiv:2407.11550):
+    `[G]`.
 
-    Scores are compared as they are. Each head's `safe` best tokens come before all others. Among
-    equal scores the lower positions come first, and at one position the lower heads: so heads with
-    the same scores keep as many tokens, and a head's part is its best tokens by `select`.
+    Each head's `safe` best tokens come before all others. Among equal scores the lower positions
+    come first, and at one position the lower heads: so heads with the same scores keep as many
+    tokens, and a head's part is its best tokens by `select`. All numbers are of tokens beyond the
+    first `sinks` tokens, which are kept in any case.
 
     Args:
-        scores: `[G, n]` of the heads of a layer, without NaN and +inf.
-        total: tokens of all heads beyond the sinks, G * safe .. G * (n - sinks).
-        safe: tokens that each head keeps beyond the sinks, at least.
-        sinks: first tokens of the context, which are kept in any case.
-
-    Returns:
-        `[G]` int64, tokens of each head beyond the sinks.
+        scores: `[G, n]` of n context tokens, without NaN and +inf.
+        total: G * safe .. G * (n - sinks).
     """
     candidates = scores[:, sinks:]
     if not len(candidates) * safe <= total <= candidates.numel():

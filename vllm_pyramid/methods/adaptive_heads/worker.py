@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lengths of a layer's KV heads, solved from their scores when the layer has attended.
 
-The heads are layers of one head each here (lanes): `attention/deferred.py` scores them one by one,
-asks for the lengths of all heads of a layer, and evicts from them.
-
-Shape legend: G KV heads of a layer, S prompts that are solved.
+The heads are layers of one head each here (lanes), which `attention/deferred.py` scores and evicts
+from. Shape legend: G KV heads of a layer, S prompts that are solved.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ _BYTES_OF_A_CHOICE = 56
 
 
 class HeadSolver(CacheHooks, EvictionHooks):
-    """Solves the open plans of a worker's prompts, one layer after the other."""
-
     name = "adaptive"
 
     def __init__(self, policy: Policy, context: WorkerContext) -> None:
@@ -43,8 +39,8 @@ class HeadSolver(CacheHooks, EvictionHooks):
     def bytes_per_block(self) -> int:
         """Return the bytes for a block's part of the scores that wait for the layer's last head.
 
-        A prompt that ends has blocks for all of its tokens in all layers, of which one at a time
-        waits. The scores of prompts of similar length are padded to at most twice as many tokens.
+        Prompts that end have blocks in all layers, of which one waits; padding at most doubles
+        scores.
         """
         tokens = max(spec.block_size for spec in self._context.specs)
         return -(-2 * 4 * _COPIES * tokens // self._context.num_layers)

@@ -109,7 +109,6 @@ class HostValues(Values):
             )
 
     def for_request(self, keys: dict[str, Any]) -> HostValues:
-        """Return this part with a request's own number of keys."""
         top_n = keys.pop(TOP_N_KEY, None)
         return self if top_n is None else self.model_copy(update={"top_n": top_n})
 

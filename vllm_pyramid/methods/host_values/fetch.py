@@ -4,14 +4,14 @@
     step    ... layer l: K, V of new tokens   attention of layer l      ... layer l + 1 ...
     copies                            V of l to the host | V of prompts of l + 1 to a buffer
 
-Every query that chooses its keys, and a single one that uses all, reads V on the host: each row is
-needed once. Several queries of a request that use all keys (a chunk of a prompt) would read each
-row many times, so V of what was computed before the step is fetched to a buffer, one layer ahead,
-and V of the new tokens is written there by the step itself.
+Every query that chooses its keys, and a single one that uses all, reads V on the host. Several
+queries of a request that use all keys (a chunk of a prompt) would read each row many times, so V of
+what was computed before the step is fetched to a buffer, one layer ahead, and V of the new tokens
+is written there by the step itself.
 
-Nothing is read back, and the host does not wait. The step waits for copies in three places: before
-it reads what they have fetched, before it reads or moves V on the host, and at its end, so that no
-copy is under way when tables, slots and blocks get another meaning.
+The host does not wait. The step waits for copies in three places: before it reads what they have
+fetched, before it reads or moves V on the host, and at its end, so that no copy is under way when
+tables, slots and blocks get another meaning.
 
 Shape legend as in `kernels/records.py`; N are the tokens of a block of K alone.
 """
@@ -38,10 +38,7 @@ WORKSPACE_CELLS = 32 << 20
 
 
 class FetchedValues:
-    """Keeps the buffers and the copies under way, and attends.
-
-    `first_layer` is the lowest one whose V is on the host; `renormalize` is of `topn_attention`.
-    """
+    """Keeps the buffers and the copies under way, and attends."""
 
     def __init__(self, context: WorkerContext, first_layer: int, renormalize: bool) -> None:
         assert context.copies is not None and context.table is not None
@@ -70,7 +67,6 @@ class FetchedValues:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the buffers on the device."""
         new = int(np.prod(self._new_shape)) * self._dtype.itemsize
         return 2 * (self._pages * self._page_bytes + new) + 4 * self._cells
 
@@ -91,7 +87,6 @@ class FetchedValues:
         self._forget_copies()
 
     def add(self, layer: int, cache: torch.Tensor) -> None:
-        """Take V of a layer on the host, `[P, G, N, D]`."""
         self._caches[layer] = cache
 
     def _buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:

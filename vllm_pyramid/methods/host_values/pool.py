@@ -13,9 +13,8 @@ from vllm_pyramid.step.hooks import HostMemory
 class HostPool:
     """One region of host memory, `num_pages` pages of `page_bytes`, for all layers of a worker.
 
-    It is the image of the device's pool: host page b holds V of the tokens whose K is in device
-    page b, in the same order. Pages of layers that keep V on the device leave theirs unused. `make`
-    allocates the memory.
+    Host page b holds V of the tokens whose K is in device page b, in the same order. Pages of
+    layers that keep V on the device leave theirs unused.
     """
 
     def __init__(
@@ -27,11 +26,9 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the whole pool."""
         return self.num_pages * self.page_bytes
 
     def release(self) -> None:
-        """Release the memory, which is not used any more."""
         self._memory.release()
 
     def values(self, key_cache: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,9 @@ class StepRows:
     """Requests `first .. last - 1` of a step, whose V is read in one way.
 
     Attributes:
-        most_queries, most_visible: of one of them.
+        most_queries, most_visible: of one of them. tokens: of the step, that are theirs.
         table: `[rows, S]` int32, their blocks in the buffer; None where V is read on the host.
         places: of `copy_pages`, the pages to fetch. slots: `[tokens]` int64 in the buffer.
-        tokens: of the step, that are theirs.
-        top_ns: `[rows]` int32. choosers: of those that choose, or None.
     """
 
     first: int

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the host pool is, and what that makes of the device's.
-
-Every device page has a host page of the same bytes. So a `--kv-swap-space` smaller than the
-device's cache makes the device's pool that small, and requests wait for pages as they always do.
-"""
+"""How large the host pool is, and what that makes of the device's, page by page."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ _GIB = 2**30
 
 
 def gib(num_bytes: int) -> str:
-    """Format `num_bytes` in GiB."""
     return f"{num_bytes / _GIB:.3g} GiB"
 
 
@@ -20,7 +15,7 @@ def capped_cache_bytes(
 ) -> int:
     """Return the bytes that the device's KV cache may have, so that each page has one on the host.
 
-    ValueError: the host could not hold a single request of `longest` tokens, in `longest_pages`.
+    ValueError: the host could not hold a single request of `longest` tokens.
     """
     if swap_bytes is None or swap_bytes >= device_bytes:
         return device_bytes
@@ -37,10 +32,7 @@ def capped_cache_bytes(
 def check_host_memory(
     pool_bytes: int, swap_bytes: int | None, *, free_bytes: int, workers: int
 ) -> None:
-    """Raise ValueError unless the host pools of this machine's workers can be allocated.
-
-    `pool_bytes` are one worker's, as large as its device's pool.
-    """
+    """Raise ValueError unless the pools of this machine's workers can be allocated."""
     if swap_bytes is not None and pool_bytes > swap_bytes:
         raise ValueError(
             f"the device's KV cache of {gib(pool_bytes)} has pages for which --kv-swap-space "

@@ -12,10 +12,9 @@ NAME = "host_values"  # of the hooks on both sides
 
 
 class StepTraffic(NamedTuple):
-    """What a step moved for each of its requests; lists of R, summed over layers and ranks.
+    """What a step moved for each of its R requests, summed over layers and ranks.
 
     Attributes:
-        request_ids: R names.
         written: bytes of V of new tokens, written to host memory.
         read: bytes of the rows of V that the step's queries needed (`topn_attention`).
         decoded: tokens of the step that come behind the prompt: they choose their keys.
@@ -44,8 +43,8 @@ class SwapTraffic(StepSums):
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """Forget a request, and return what moved for it.
 
-        `v_bytes_read_per_token` is the mean of the tokens behind the prompt that went through the
-        model, or 0.
+        `v_bytes_read_per_token` is a mean over the tokens behind the prompt that went through the
+        model.
         """
         found = super().on_request_finished(request_id)
         decoded, read = found.pop("decoded"), found.pop("read_decoding")

@@ -30,10 +30,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class HostValueCache(CacheHooks, StepHooks, LayerHooks):
-    """V of all layers that keep it in host memory; one object a worker.
-
-    This class serves devices whose memory is the host's: attention reads V where it lies.
-    """
+    """V of all layers that keep it in host memory, on devices whose memory is the host's."""
 
     name = NAME
 
@@ -48,13 +45,10 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         self._past_prompt = np.zeros(0, bool)
         self._last_queries = torch.zeros(0, dtype=torch.int64)
 
-    # Memory ---------------------------------------------------------------------------------------
-
     def limit_cache(self, num_bytes: int) -> int:
         """Return the bytes that the device's KV cache may take, since V needs host memory, too.
 
-        Without `--kv-swap-space` V gets as much as the device's cache. On the CPU, where both are
-        the same memory, the two share what vLLM would have given one, unless its size was set.
+        On the CPU the two share what vLLM would have given one, unless its size was set.
         ValueError: the host has too little memory, or may not use enough of it.
         """
         config, specs = self.context.config, self.context.specs
@@ -93,7 +87,6 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         return capped
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate host memory for V of every page of the device's pool."""
         if self.host_pool is not None:
             self.host_pool.release()
         self.host_pool = None
@@ -115,8 +108,6 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         assert self.host_pool is not None
         return self.host_pool.values(key_cache)
 
-    # Every step -----------------------------------------------------------------------------------
-
     def begin_step(self, step: Step) -> None:
         """Find how many keys each request uses: all of them until its prompt has been processed."""
         past_prompt = step.computed >= step.prompt_lens
@@ -136,7 +127,6 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         self._last_queries = upload(last, self.context.device)
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
-        """Attend to the best keys, in layers whose V is on the host."""
         if self.values.on_device(inputs.layer) or self._step is None:
             return False
         value_ops(inputs.ops).topn_attention(
@@ -151,10 +141,7 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         return True
 
     def _check(self, inputs: AttentionInputs, out: torch.Tensor) -> None:
-        """Let requests fail whose attention is NaN: keys cannot be chosen by it, in any step.
-
-        It is looked at in the last layer: those below pass NaN on.
-        """
+        """Let requests fail whose attention is NaN in the last layer: those below pass NaN on."""
         step = self._step
         if step is None or inputs.layer != self._swapped[-1].layer_idx:
             return
@@ -162,7 +149,6 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         mark_wrong_attention(step.failures, step.request_ids, inputs.layer, rows)
 
     def end_step(self, step: Step) -> Any | None:
-        """Return what the step moved between device and host memory, over all ranks."""
         begun, self._step = self._step, None
         if begun is None:
             return None
@@ -213,7 +199,6 @@ class FetchedValueCache(HostValueCache):
             self._fetched.write(write)
 
     def attend(self, inputs: AttentionInputs, out: torch.Tensor) -> bool:
-        """Attend to the best keys, in layers whose V is on the host."""
         if self.values.on_device(inputs.layer):
             return False
         if (rows := self._fetched.attend(inputs, out)) is not None:

@@ -63,15 +63,14 @@ class ObservedExpectedScorer(Scorer):
         check_queries(self.queries, policy)
 
     def queries_at_step_end(self, policy: Policy) -> int:
-        """Return `queries`: the window may be longer."""
         return self.queries
 
     def kernel_bytes(self, policy: Policy, head_size: int, group: int) -> tuple[int, int]:
         """Return what Triton's launchers allocate; C++ keeps less.
 
-        For each score there are the second one, its logits and sums, and the statistics of 512 keys
-        (`partials` of `WindowLaunch`). For each request and query head there are the queries to
-        come, the log-sum-exp of each row, and the statistics of the last keys.
+        For each score: the second one, its logits and sums, and the statistics of 512 keys. For
+        each request and query head: the queries to come, the log-sum-exps, and the last keys'
+        statistics.
         """
         rows = self.queries + 1 if self.expected else self.queries
         of_score = -(-8 * group * rows // 512) + 1
@@ -82,7 +81,6 @@ class ObservedExpectedScorer(Scorer):
         return of_score, of_head
 
     def score(self, inputs: ScorerInputs) -> torch.Tensor:
-        """Return the scores by PyTorch; `scores` runs the kernels."""
         import torch
         import torch.nn.functional as F
 
@@ -104,10 +102,7 @@ class ObservedExpectedScorer(Scorer):
         return F.pad(scores, (inputs.sinks, inputs.window))
 
     def scores(self, batch: EvictionBatch) -> torch.Tensor:
-        """Return the scores of all requests by the kernels of this folder.
-
-        ValueError: a request has fewer queries in this step than the scorer looks at.
-        """
+        """Return the scores by kernels; ValueError: a request has too few queries in the step."""
         import numpy as np
 
         from vllm_pyramid.kernels.records import WindowBatch
@@ -154,5 +149,4 @@ class ObservedExpectedScorer(Scorer):
 
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:
-    """Return `[G, n]` as shares of each head's sum."""
     return scores / scores.sum(dim=-1, keepdim=True).clamp(min=1e-30)

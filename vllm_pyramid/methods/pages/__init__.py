@@ -89,7 +89,6 @@ class SelectPages(Attend):
         return self.sinks + self.recent + 1
 
     def sink_pages(self, block_size: int) -> int:
-        """Return how many first pages are always read."""
         return -(-self.sinks // block_size)
 
     def recent_pages(self, block_size: int) -> int:
@@ -101,7 +100,6 @@ class SelectPages(Attend):
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of memory at most, as of `Policy.num_bytes`."""
         return 10 * len(self.model_dump_json())
 
     # Answers of a part --------------------------------------------------------------------------
@@ -133,7 +131,6 @@ class SelectPages(Attend):
         }
 
     def check(self, policy: Policy) -> None:
-        """Refuse parts with which the selection of pages cannot work, or was not tried."""
         if not isinstance(self.allocator, CurveAllocator):
             raise ValueError(
                 f"policy {policy.name!r}: attend.allocator {self.allocator.kind!r} does not divide "
@@ -165,7 +162,6 @@ class SelectPages(Attend):
             )
 
     def check_own_budget(self, budget: Budget) -> None:
-        """Raise ValueError if a number of tokens is too small for sinks and recent tokens."""
         if budget.tokens is not None and budget.tokens < self.min_budget:
             raise ValueError(
                 f"an attention budget of {budget.tokens} tokens is too small: {self.sinks} sinks "
@@ -182,7 +178,6 @@ class SelectPages(Attend):
         self.allocator.check_layers(num_layers - self.dense_layers)
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Try a page scorer of the user's own."""
         if ":" not in self.scorer.kind:
             return
         from vllm_pyramid.methods.pages.trial import try_scorer
@@ -197,7 +192,6 @@ class SelectPages(Attend):
         )
 
     def for_request(self, keys: dict[str, Any]) -> SelectPages:
-        """Return this part with a request's own budget."""
         budget = keys.pop(ATTEND_KEY, None)
         if budget is None:
             return self

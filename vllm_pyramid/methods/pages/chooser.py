@@ -26,7 +26,6 @@ BLOCKS = 1, 0  # names of lists that have blocks
 
 
 def names_of(step: Step) -> list[str]:
-    """Return the names of the requests of a step."""
     return [request.request_id for request in step.requests]
 
 
@@ -39,8 +38,8 @@ class PageChooser:
     def decode(self, inputs: AttentionInputs, step: Step | None, rows: DecodeRows) -> None:
         """Summarise the pages that the rows of a decode step fill, and list those that they read.
 
-        Nothing here depends on the step except the contents of tensors that stay, so it may be
-        captured; then `step` is None.
+        Nothing here depends on the step except the contents of tensors that stay: it may be
+        captured.
         """
         layer, count = inputs.layer, len(inputs.batch.seq_lens)
         names = inputs.head_names or BLOCKS
@@ -104,7 +103,6 @@ class PageChooser:
     def _select(
         self, inputs: AttentionInputs, step: Step, choosing: Choosing, selection: PageSelection
     ) -> None:
-        """Choose where the host looks at the scores."""
         bounds, ops = self._bounds, page_ops(inputs.ops)
         query = self._summaries.extend(choosing.queries_of(inputs.query))
         for part in parts_of(len(choosing.requests), choosing.scores):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels take of a step's rows that choose pages, and the memory they write to.
-
-All of it is made once a step, for all layers, so that a layer makes no arrays of its own.
+"""What the kernels take of a step's rows that choose pages, made once a step for all layers.
 
 Where tables are shifted (`attention/shifted_tables.py`), positions count from the first token that
 a layer's table has, and nothing in it is skipped. On such devices sizes are multiples of 16, since
@@ -39,7 +37,6 @@ class Filling:
     Attributes:
         pages: counted from the first token of each request.
         starts, ends: `[L, R]` int32, of `FullPages`, on the device.
-        max_pages: the largest number of pages that a request fills.
     """
 
     pages: FullPages
@@ -51,7 +48,6 @@ class Filling:
     def of(
         cls, step: Step, block_size: int, device: torch.device, *, shifted: bool
     ) -> Filling | None:
-        """Return the pages that a step fills; None if there are none."""
         pages = FullPages.of(step, block_size)
         if pages is None:
             return None
@@ -66,23 +62,21 @@ class Choosing:
     """The rows of a step that choose pages, and where scores and choices go.
 
     Attributes:
-        rows: all rows of the step's attention.
-        starts: `[S + 1]` int32, where the queries of each of them begin. head_starts: `[S * G + 1]`
-            int32, where those of each KV head begin; None: some row has several queries or reads
-            everything, or tables are not shifted.
+        rows: all rows of the step's attention. starts: `[S + 1]` int32, where their queries begin.
+        head_starts: `[S * G + 1]` int32, where those of each KV head begin; None: some row has
+            several queries or reads everything, or tables are not shifted.
         tokens: `[C]` int64, the tokens of the rows that choose; None: all of the step's.
         requests: `[C]` int32. request_ids: their names.
         seq_lens, skips: `[L, S]` int32, of all rows, in each layer's table.
-        positions, chosen_skips: `[L, C]` int32, of the rows that choose.
-        budgets: `[L, C]` int32, in pages.
+        positions, chosen_skips, budgets: `[L, C]` int32, of the rows that choose; budgets in pages.
         indices: `[S]` int64, the rows that choose, then those that read everything; None: all rows
             choose. whole_requests: `[S - C]` int64.
         max_query_len: the most queries of a row. max_pages: the most pages of a table.
         visible: the largest number of pages that a row sees, for each layer, padded.
         scores: `[<= ROWS_AT_ONCE, G, pages]` float32 of the current layer; `[..., H, ...]` where
             tables are shifted.
-        selection: of the current layer; the next one that selects writes over it. Lists where
-            tables are shifted; their flags are the step's.
+        selection: of the current layer, until the next one. Lists where tables are shifted; their
+            flags are the step's.
         fills: whether the choice summarises what the rows fill: tables are shifted, and each
             request has one row. Others may choose among the pages that the step fills.
     """
@@ -120,13 +114,9 @@ class Choosing:
         shifted: bool,
         scores: torch.Tensor | None = None,
     ) -> Choosing | None:
-        """Return the rows of a step; None if no token chooses.
+        """Return the rows of a step, in layers above `dense_layers`; None if no token chooses.
 
-        Args:
-            heads: H and G.
-            dense_layers: number of the lowest layers, which do not select.
-            shifted: whether the layers' tables are.
-            scores: memory for them that stays; None: allocate it.
+        `heads` are H and G; `scores`: memory for them that stays; None: allocate it.
         """
         if not plan.chooses.any():
             return None
@@ -203,10 +193,7 @@ class Choosing:
         )
 
     def tables(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tables `[S, G, W]`, lengths and skips `[S]` int32 of all rows.
-
-        Rows that read everything have their own.
-        """
+        """Return tables `[S, G, W]`, lengths and skips `[S]` int32 of all rows."""
         selected = self.selection
         if self.indices is None:
             return selected.block_table, selected.seq_lens, selected.skips
@@ -231,10 +218,7 @@ def parts_of(rows: int, scores: torch.Tensor) -> Iterator[slice]:
 def head_requests(
     inputs: AttentionInputs, lists: PageLists, starts: torch.Tensor
 ) -> HeadRequests | None:
-    """Return S rows of one query as requests of their KV heads, where lists name these.
-
-    `starts`, `[>= S * G + 1]` int32, are ascending numbers from 0.
-    """
+    """Return S rows of one query as requests of their KV heads, where lists name these."""
     if inputs.head_names is None:
         return None
     seq_lens = lists.head_lens.flatten()
@@ -242,5 +226,4 @@ def head_requests(
 
 
 def padded(size: int, tile: int) -> int:
-    """Return `size`, or the next multiple of `tile`."""
     return -(-size // tile) * tile

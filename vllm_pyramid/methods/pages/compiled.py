@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 def compile_kernels(
     inputs: AttentionInputs, selection: SelectPages, summaries: Summaries, bounds: Bounds
 ) -> None:
-    """Launch what a step may launch for a table of `max_seq_len` tokens, all of them in block 0.
-
-    `inputs` are made up, as of `CacheHooks.compile_kernels`.
-    """
+    """Launch what a step may launch, on made-up `inputs` of `max_seq_len` tokens in block 0."""
     batch, ops, scorer = inputs.batch, inputs.ops, selection.scorer
     size, heads, device = bounds.block_size, inputs.key_cache.shape[1], inputs.query.device
     assert batch.max_seq_len is not None, "the warm-up says how long the table is"

@@ -2,10 +2,9 @@
 """What the kernels of page selection take in decode steps, at addresses that stay.
 
 A graph of a whole decode step replays the kernels of its capture with the tensors of that moment.
-So each step writes its numbers into these, before the graph is replayed, and sizes are those of the
-longest sequence: each row of a step is one query, which reads as many pages as its budget says. A
-row that reads everything has the number of its visible pages as its budget. Only that much of the
-memory is touched.
+So each step writes its numbers into these before the graph is replayed, and sizes are those of the
+longest sequence: each row of a step is one query. A row that reads everything has the number of its
+visible pages as its budget.
 
 Shape legend: L layers, R_max requests, H query heads, G KV heads, W pages of a sequence of the
 greatest length.
@@ -38,15 +37,11 @@ class DecodeRows:
 
     Attributes:
         positions: `[L, R_max]` int32, of each row's query, counted from the first token that a
-            layer's table has.
-        budgets: `[L, R_max]` int32, pages that each row reads.
+            layer's table has. budgets: `[L, R_max]` int32, pages that each row reads.
         no_skips: `[R_max]` int32, zeros.
         starts: `[R_max * G + 1]` int32, where queries begin, of rows or of their KV heads.
         scores: `[<= AT_ONCE, H, W]` float32, scratch of the current layer.
         lists: of the current layer, for R_max rows of W pages; their flags are the step's.
-
-    Args:
-        max_len: tokens of the longest sequence.
     """
 
     def __init__(
@@ -74,7 +69,6 @@ class DecodeRows:
 
     @staticmethod
     def fit(step: Step) -> bool:
-        """Return whether each request of a step computes one token."""
         return bool((step.scheduled == 1).all())
 
     def write(self, step: Step, plan: StepReadsPlan) -> None:
@@ -93,7 +87,6 @@ class DecodeRows:
         self.lists.miscounted.zero_()
 
     def batch(self, inputs: AttentionInputs, part: slice) -> PageBatch:
-        """Return a part of a layer's rows."""
         return PageBatch(
             inputs.query[part],
             inputs.block_table,
@@ -106,7 +99,6 @@ class DecodeRows:
         )
 
     def attended(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return a layer's attention over the lists that its rows have chosen."""
         batch, count = inputs.batch, len(inputs.batch.seq_lens)
         chosen = self.lists.of_rows(slice(0, count))
         return replace(

@@ -13,11 +13,8 @@ NAME = "pages"  # of the hooks on both sides
 class StepReads(NamedTuple):
     """What the tokens behind the prompts of a step read; lists of R, summed over the layers.
 
-    A page counts once, whichever of its KV heads read it: all heads read as many.
-
     Attributes:
-        request_ids: R names.
-        read: pages in the tables that attention was given.
+        read: pages in the tables that attention was given, counted once for all KV heads.
         visible: pages that attention to everything would have read.
         tokens: tokens of the step that come behind the prompt.
     """
@@ -31,8 +28,7 @@ class StepReads(NamedTuple):
 class PageReads(StepSums):
     """What tokens behind the prompts read, in all layers.
 
-    `attended_tokens` counts these tokens: those that went through the model, so not the last one,
-    and drafts and those computed again after a preemption, too.
+    `attended_tokens` went through the model: not the last one, but drafts and repeated ones, too.
     """
 
     name = NAME

@@ -4,8 +4,7 @@
     a request of the step   [ prompt | behind it: everything is read | behind it: pages are chosen ]
     rows of its attention     one row for all of these queries          one row for each query
 
-The last part grows with the position, so it is always the end of a request's tokens. All of this
-follows from plans and computed tokens, on the host.
+All of this follows from plans and computed tokens, on the host.
 
 Shape legend: L layers, R requests of the step, T tokens of the step behind their prompts, S rows.
 """
@@ -50,9 +49,6 @@ class StepReadsPlan:
         layers: this worker's layers; None: all.
         read: `[L, T]` pages in the tables that attention was given; 0 until a layer attends. Other
             pipeline stages compare their layers themselves, so theirs are as planned.
-
-    Args:
-        budgets: `[R, L]` int32, pages of each request.
     """
 
     def __init__(
@@ -95,11 +91,7 @@ class StepReadsPlan:
         self.read[layer, self.chooses] = counts
 
     def check(self, failed: npt.NDArray[np.bool_], request_ids: list[str]) -> None:
-        """Raise PlanMismatchError if what was read differs from the plan, naming a request and both
-        numbers.
-
-        `failed`, `[R]`: requests that end with an error anyway.
-        """
+        """Raise PlanMismatchError if what was read, except by `failed`, differs from the plan."""
         wrong = (self.read != self.planned).any(axis=0) & ~failed[self.requests]
         for token in np.flatnonzero(wrong).tolist():
             raise PlanMismatchError(
@@ -127,7 +119,6 @@ class RowsOfStep:
 
     @classmethod
     def of(cls, step: Step, plan: StepReadsPlan) -> RowsOfStep:
-        """Split the requests of a step in which some token chooses."""
         num_reqs = len(step.computed)
         choosing = np.bincount(plan.requests[plan.chooses], minlength=num_reqs)
         others = step.scheduled - choosing
@@ -155,8 +146,6 @@ class RowsOfStep:
 class FullPages:
     """The pages that a step fills: their summaries are made once, when the last token is there.
 
-    A page that a rejected draft had filled is filled, and summarised, again.
-
     Attributes:
         starts: `[R]` int32, the first position written, or `ends` where no page is filled.
         ends: `[R]` int32, one behind the last position of a full page.
@@ -170,7 +159,6 @@ class FullPages:
 
     @classmethod
     def of(cls, step: Step, block_size: int) -> FullPages | None:
-        """Find the pages that a step fills; None if there are none."""
         ends = (step.computed + step.scheduled) // block_size * block_size
         starts = np.minimum(step.computed, ends)
         first = starts // block_size

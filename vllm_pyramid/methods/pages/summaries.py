@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 
 class Summaries:
-    """The summaries of the pages of all layers.
+    """The summaries of the pages of all layers: `rows` `[P, G, r * D]`, of one layer at a time.
 
-    Attributes:
-        rows: `[P, G, r * D]`: a block belongs to one layer at a time, so one tensor serves all
-            layers. Entries of pages that are not full yet hold anything; nothing reads them.
+    Entries of pages that are not full yet hold anything; nothing reads them.
     """
 
     def __init__(
@@ -40,13 +38,11 @@ class Summaries:
         self.rows = torch.empty(0)
 
     def allocate(self, num_blocks: int, device: torch.device) -> None:
-        """Replace the summaries by zeros for `num_blocks` blocks."""
         self.rows = torch.empty(0)  # two generations never exist together
         with torch.inference_mode(False):
             self.rows = torch.zeros(num_blocks, *self._shape, dtype=self._dtype, device=device)
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy the summaries of some blocks to others."""
         self.rows[targets] = self.rows[sources]
 
     def multiplied(self) -> torch.Tensor:
@@ -100,10 +96,7 @@ class Summaries:
         skips: torch.Tensor,
         max_pages: int,
     ) -> None:
-        """Summarise the full pages of the tokens from `starts` to `ends`, `[R]`, by the kernel.
-
-        `table` is `[R, blocks]`; `skips`, `[R]`, are tokens that are not there.
-        """
+        """Summarise the full pages of the tokens from `starts` to `ends`, `[R]`, by the kernel."""
         assert self._scorer.summary_kind is not None, "the scorer has a kernel"
         page_ops(inputs.ops).summarise_pages(
             self.rows,

@@ -11,10 +11,7 @@ from vllm_pyramid.policy.page_scorer import PageScorer
 def try_scorer(
     scorer: PageScorer, heads: int, kv_heads: int, head_size: int, page_size: int
 ) -> None:
-    """Call a user's page scorer once with made-up keys and queries, in the shape of a model.
-
-    ValueError: it fails, or returns another shape, another type or NaN.
-    """
+    """Call a user's page scorer once with made-up keys and queries; ValueError: it is wrong."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, kv_heads, page_size, head_size, generator=generator)
     query = torch.randn(2, heads, head_size, generator=generator)

@@ -32,8 +32,7 @@ def fail_unranked(
 ) -> None:
     """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
 
-    `scores`, `[rows of part, G, pages]` on the host, are of a part of the rows that choose; `query`
-    is `[T, H, D]`.
+    `scores` are `[rows of part, G, pages]` on the host, `query` `[T, H, D]`.
     """
     # Scores are weights, or -inf, so no sum of them is NaN unless one of them is.
     if not math.isnan(scores.sum()):
@@ -62,10 +61,7 @@ def pass_on(
 
 
 def flag_lists(failures: Failures, request_ids: Sequence[str], lists: PageLists) -> None:
-    """Let the requests fail whose rows are flagged, or will be when the device has chosen.
-
-    Call it before the step's layers, and where flags are on the CPU again behind each of them.
-    """
+    """Let the requests fail whose rows are flagged, or will be when the device has chosen."""
     rows = len(request_ids)
     failures.flag(_UNRANKED, request_ids, lists.unranked[:rows])
     failures.flag(_OTHER_COUNTS, request_ids, lists.miscounted[:rows])

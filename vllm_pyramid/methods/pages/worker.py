@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's selection of pages: a table of the pages that each KV head of a layer reads.
-
-Shape legend: L layers.
-"""
+"""A worker's selection of pages: a table of the pages that each KV head of a layer reads."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ if TYPE_CHECKING:
 
 
 class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
-    """What the current step chooses, and the summaries of all layers; one object a worker.
-
-    ValueError: layers have different numbers of KV heads, or different head sizes.
-    """
+    """What the current step chooses, and the summaries of all layers; one object a worker."""
 
     name = NAME
 
@@ -118,7 +112,6 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     # Every step -----------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """Find which tokens choose pages, how many, and which pages the step fills."""
         budgets = np.stack([self._pages_of(request, len(step.skips)) for request in step.requests])
         self._step = step
         self._plan = StepReadsPlan(step, budgets, self._bounds, self._layers)
@@ -159,7 +152,6 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return pages
 
     def before_attention(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Summarise the pages that are full now, and return tables of the pages that are read."""
         rows = self._decode_rows
         if rows is not None and self._is_decoding(inputs):
             if inputs.layer < self.selection.dense_layers:
@@ -187,7 +179,6 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     def _select(
         self, inputs: AttentionInputs, step: Step, plan: StepReadsPlan, choosing: Choosing
     ) -> AttentionInputs:
-        """Choose the layer's pages, and return tables of them, until the next layer's call."""
         layer, batch, size = inputs.layer, inputs.batch, self._bounds.block_size
         requests = self._chooser.choose(inputs, step, choosing)
         if isinstance(choosing.selection, PageLists):
@@ -240,6 +231,5 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
     # An eviction ----------------------------------------------------------------------------------
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        """Summarise the pages of the survivors, which hold other keys now."""
         if batch.call.layer >= self.selection.dense_layers:
             self.summaries.add_survivors(batch, self._bounds.block_size)

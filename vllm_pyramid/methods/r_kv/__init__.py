@@ -112,13 +112,10 @@ class RKVScorer(Scorer):
 
 
 def redundancy_of(keys: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return how much the keys of each head repeat one another, `[G, T]`, which sums to 1.
+    """Return how much the keys of each head, `[G, T, D]`, repeat one another: `[G, T]`, sum 1.
 
     Without a table of all pairs: a key's sum of cosines is a product with the sum of all keys, and
     of a key's similar ones only the latest is looked for.
-
-    Args:
-        keys: `[G, T, D]` float32.
     """
     tokens = keys.shape[1]
     unit = keys / (keys.norm(dim=-1, keepdim=True) + _TINY)
@@ -132,13 +129,10 @@ def redundancy_of(keys: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def latest_similar(unit: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return the place of the latest other key that is similar to each key: `[G, T]` int64.
+    """Return the place of the latest other key that is similar to each key of length 1: `[G, T]`.
 
     0 where there is none, as in the authors' code. The latest keys are looked at first. On a CPU
     two keys are compared once at most, and not if both have found one.
-
-    Args:
-        unit: `[G, T, D]` keys of length 1.
     """
     import torch
 

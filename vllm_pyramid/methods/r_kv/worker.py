@@ -44,7 +44,6 @@ class RecentScores(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         self.queries.allocate()
 
     def begin_step(self, step: Step) -> StepNeeds | None:
-        """Find the queries of the step that score a request's next eviction."""
         point, looks = next_evictions(step, self.policy, self.scorer, inside=self.inside)
         self._copies = Copies()
         ends = step.computed + step.scheduled
@@ -53,18 +52,15 @@ class RecentScores(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return None
 
     def after_attention(self, inputs: AttentionInputs) -> None:
-        """Keep the layer's queries that score the next evictions."""
         self.queries.copy(inputs, self._copies)
 
     def score(self, batch: EvictionBatch) -> torch.Tensor | None:
-        """Score by all of the window's queries, those of earlier steps among them."""
         if batch.policy.scorer != self.scorer:
             return None  # another scorer has evictions inside the prompt, or at its end
         slots = self.queries.slots(batch.request_ids)
         return self.scorer.scores(batch.with_queries(self.queries.of(int(batch.layers[0]), slots)))
 
     def end_step(self, step: Step) -> None:
-        """Free the slots of requests that have come to an eviction."""
         self._copies = Copies()
         if step.evictions is not None:
             for name in step.evictions.request_ids:

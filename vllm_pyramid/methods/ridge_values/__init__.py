@@ -46,7 +46,6 @@ class RidgeValues(Values):
     ridge: float = Field(default=1.0, ge=1e-3, le=1e3)
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError for policies whose evictions have no queries of a window."""
         reason = None
         if not policy.evicts:
             reason = "it evicts nothing, so there is nothing to make up for"

@@ -54,7 +54,6 @@ class RidgeHooks(CacheHooks, EvictionHooks):
         return found
 
     def before_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        """Compute the outputs of the window's queries over all that the layer holds."""
         self._outputs = {}
         for row in range(len(batch.shortened)):
             try:
@@ -64,7 +63,6 @@ class RidgeHooks(CacheHooks, EvictionHooks):
                 _add_error(batch, row, error)
 
     def after_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        """Write the changed values of the kept tokens, which are the last ones of their tables."""
         outputs, self._outputs = self._outputs, {}
         for row, of_row in outputs.items():
             try:
@@ -120,10 +118,9 @@ def window_outputs(inputs: ScorerInputs) -> torch.Tensor:
 
 
 def changed_values(kept: ScorerInputs, outputs: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Return V + dV of the kept tokens, `[G, L, D]` float32.
+    """Return V + dV of the kept tokens, `[G, L, D]` float32; `outputs` are over all tokens.
 
-    `outputs` are those of `window_outputs` over all tokens. Where a layer keeps fewer tokens than
-    the window has, its last L queries count.
+    Where a layer keeps fewer tokens than the window has, its last L queries count.
     """
     count = min(kept.window, kept.num_tokens)
     attention = _by_kv_head(kept, kept.attention(count))

@@ -85,7 +85,6 @@ class SolvingAllocator(Allocator):
 
     @property
     def samples(self) -> bool:
-        """Return whether only some requests are solved."""
         return self.sample_first is not None or self.sample_share is not None
 
     @property
@@ -168,19 +167,13 @@ class SolvingAllocator(Allocator):
     ) -> torch.Tensor:
         """Return one number a layer, on the device: `[m]`.
 
-        Args:
-            evidence: `[m, ...]` of one request over all heads; where it has a last dimension of
-                context tokens, that is cut to the request's own.
-            mean: B. capacity: C. sinks: the first context tokens, which are kept anyway.
-            least: B is at least this, if `sets_total`.
+        `evidence` is `[m, ...]` of one request over all heads, cut to the request's own context
+        tokens, of which the first `sinks` are kept anyway. B is at least `least`, if `sets_total`.
         """
 
     @abstractmethod
     def allocate(self, measures: Reals, mean: int, capacity: int) -> Integers:
-        """Return tokens per layer: `[m]` int64 in [0, C], B * m in all (at most, if `sets_total`).
-
-        `measures` are `[m]`, read back; `mean` is B, `capacity` C.
-        """
+        """Return tokens per layer, `[m]` int64 in [0, C]: B * m, or fewer if `sets_total`."""
 
 
 class GlobalAllocator(SolvingAllocator):

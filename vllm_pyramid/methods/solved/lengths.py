@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number of tokens that each layer keeps, solved from the scores of all layers at once.
 
-Plain PyTorch on all devices: sorts, sums and comparisons, without a loop over tokens and without
-reading anything back. Each function looks at one request alone, so a result does not depend on the
-batch.
+Sorts, sums and comparisons, without reading anything back. Each function looks at one request
+alone, so a result does not depend on the batch.
 
 Shapes: L layers, n context tokens (those before the observation window). `scores[l, i]` is the
-score w_l of context token i in layer l (XKV's Eq. 3: over window, heads and pooling), not negative;
-a positive factor that is common to a layer does not change the result. The first `sinks` tokens are
-kept in any case and are not candidates, but their score counts as kept.
+score w_l of context token i in layer l (XKV's Eq. 3), not negative; a positive factor of a layer
+does not change the result. The first `sinks` tokens are kept in any case and are not candidates,
+but their score counts as kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def shares_of(scores: torch.Tensor) -> torch.Tensor:
     """Return each token's share of its layer's score, `w_l / sum(w_l)`: `[L, n]` float64.
 
     A layer whose scores are all 0 has shares of 0. NaN and infinity count as 0, so that a request
-    whose keys overflowed gets some lengths, and the other requests of its batch are served.
+    whose keys overflowed gets some lengths.
     """
     exact = scores.double().nan_to_num(nan=0.0, posinf=0.0)
     total = exact.sum(dim=-1, keepdim=True)
@@ -33,10 +32,9 @@ def shares_of(scores: torch.Tensor) -> torch.Tensor:
 def best_lengths(scores: torch.Tensor, total: int, *, sinks: int = 0) -> torch.Tensor:
     """Find the lengths with the greatest mean R for a given total (XKV's Eq. 17): `[L]` int64.
 
-    The paper's Algorithm 1 takes one token a step, always the one that adds most to the mean. That
-    token is the largest share of any layer that is not taken yet, so the result is the top `total`
-    of all shares together. Among equal shares the lower layers come first. Lengths and `total`, 0
-    .. L * (n - sinks), are of tokens beyond the sinks.
+    The paper's Algorithm 1 takes one token a step, always the largest share of any layer that is
+    not taken yet, so the result is the top `total` of all shares together, lower layers first.
+    Lengths and `total`, 0 .. L * (n - sinks), are of tokens beyond the sinks.
     """
     candidates = shares_of(scores)[:, sinks:].contiguous()
     if not 0 <= total <= candidates.numel():
@@ -52,13 +50,10 @@ def best_lengths(scores: torch.Tensor, total: int, *, sinks: int = 0) -> torch.T
 def least_lengths(
     scores: torch.Tensor, goal: float, *, limit: int, at_least: int = 0, sinks: int = 0
 ) -> torch.Tensor:
-    """Find the lengths of the least total whose mean R is at least `goal` (XKV's Eq. 18): `[L]`
-    int64.
+    """Find the lengths of the least total whose mean R is at least `goal` (XKV's Eq. 18): `[L]`.
 
-    The cumulative sums of the sorted shares give the mean R of every total. The first total that
-    reaches the goal, 0 .. 1, is the answer, and its lengths are those of `best_lengths`. The total
-    of all layers beyond the sinks is `limit` at most, also if the goal needs more, and `at_least`
-    that, also if it needs less.
+    The cumulative sums of the sorted shares give the mean R of every total. The total of all layers
+    beyond the sinks is at most `limit` and at least `at_least`, whatever the goal.
     """
     shares = shares_of(scores)
     candidates = shares[:, sinks:].contiguous()
@@ -92,8 +87,7 @@ def _split_at(
 def sum_of_heads(values: torch.Tensor) -> torch.Tensor:
     """Sum over dimension 1, one head after the other: `[S, G, ...]` to `[S, ...]`.
 
-    `Tensor.sum` may add in another order for another shape. This order is fixed, so that a
-    request's lengths do not depend on its batch.
+    The order is fixed, unlike that of `Tensor.sum`, so lengths do not depend on the batch.
     """
     total = values[:, 0].clone()
     for head in range(1, values.shape[1]):

@@ -46,8 +46,7 @@ class SampledShares(SchedulerHooks):
     """Keeps the running averages of all applications, apart for each salt.
 
     There are `MAX_APPLICATIONS` at most. The salt that has most of them forgets the one that it
-    used least recently, so a tenant that names many applications loses its own averages. The
-    `solver` has `sample_first` or `sample_share`.
+    used least recently, so a tenant that names many applications loses its own averages.
     """
 
     tells_of_others = frozenset(("averaged_over",))
@@ -65,7 +64,6 @@ class SampledShares(SchedulerHooks):
     def on_request_added(
         self, request_id: str, salt: str, application: str, plan: Plan
     ) -> dict[str, Any] | None:
-        """Let the request be solved, or give it its application's average."""
         if not plan.is_deferred:
             return None
         found = self.shares_for(request_id, salt, application)
@@ -86,12 +84,11 @@ class SampledShares(SchedulerHooks):
     def shares_for(
         self, request_id: str, salt: str, application: str
     ) -> tuple[tuple[float, ...], int] | None:
-        """Return shares for a request that could be solved, and of how many prompts; None to solve
-        it.
+        """Return shares, `[L]`, for a request that could be solved, and of how many prompts; None:
+        solve.
 
         The first requests are solved, or an even sample beginning with the first one, and every
-        request that comes before an average is known. The shares are a number a layer, and sum to
-        about 1.
+        request that comes before an average is known.
         """
         known = self._application(salt, application)
         index = known.seen
@@ -103,7 +100,6 @@ class SampledShares(SchedulerHooks):
         return tuple(round(share, 9) for share in mean.tolist()), known.solved
 
     def _application(self, salt: str, name: str) -> _Application:
-        """Return an application's averages, which begin with nothing."""
         key = sha256(salt.encode("utf-8", "surrogatepass")).digest()  # a salt may be long
         of_salt = self._salts.setdefault(key, OrderedDict())
         self._salts.move_to_end(key)

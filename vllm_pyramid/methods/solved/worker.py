@@ -26,8 +26,6 @@ _BYTES_OF_A_SHARE = 72
 
 
 class LayerSolver(CacheHooks, EvictionHooks):
-    """Solves the open plans of a worker's prompts by the policy's allocator."""
-
     name = "solved"
     asks_ranks: ClassVar[bool] = True
 
@@ -37,14 +35,10 @@ class LayerSolver(CacheHooks, EvictionHooks):
         self._context = context
 
     def bytes_per_block(self) -> int:
-        """Return the bytes for a block's scores, which wait for the step's last layer.
-
-        A prompt that ends has blocks for all of its tokens, and the scores of prompts of similar
-        length are padded to at most twice as many tokens.
-        """
+        """Return the bytes for a block's scores, which wait for the step's last layer."""
         tokens = max(spec.block_size for spec in self._context.specs)
         numbers = max(spec.num_kv_heads * spec.block_size for spec in self._context.specs)
-        # Evidence is kept layer by layer, and once more for all layers together.
+        # Padding may double them. Evidence is kept by layer, and once more for all layers.
         return 2 * 4 * (numbers + 2 * tokens * self.solver.sees_tokens)
 
     def bytes_of_buffers(self) -> int:

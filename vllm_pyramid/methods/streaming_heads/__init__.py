@@ -139,8 +139,8 @@ class StreamingHeads(HeadLengths):
     def keeps_everything(self, num_lanes: int) -> npt.NDArray[np.bool_]:
         """Return which lanes keep everything, `[num_lanes]`: the share with the highest scores.
 
-        A lane of several ranks keeps everything if the head of any of them does. Without a mask
-        they are spread evenly, which is as good for counting what is kept.
+        A lane of several ranks does if the head of any of them does; without a mask they spread
+        evenly.
         """
         if self.mask is None:
             count = round(self.share * num_lanes)
@@ -156,7 +156,6 @@ class StreamingHeads(HeadLengths):
     def plan(
         self, policy: Policy, prompt_len: int, num_lanes: int, block_size: int, budget: Budget
     ) -> RetentionPlan:
-        """Plan sinks and recent tokens in each lane that streams, at points and at the end."""
         sinks, recent = self.kept_tokens
         recent = max(recent, int(self.recent_share * prompt_len))
         whole = self.keeps_everything(num_lanes)
@@ -177,10 +176,7 @@ class StreamingHeads(HeadLengths):
         )
 
     def on_ranks(self, policy: Policy, ranks: int, num_kv_heads: int) -> StreamingHeads:
-        """Return this part for several ranks, and log how many heads stream on all of them.
-
-        ValueError: no head does, although the policy asks for it.
-        """
+        """Return this part for several ranks; ValueError: no head streams, as the policy asks."""
         if self.ranks not in (1, ranks):
             raise ValueError(
                 f"heads.ranks is {self.ranks}, and {ranks} tensor-parallel ranks have KV heads of "
@@ -214,17 +210,14 @@ class StreamingHeads(HeadLengths):
         return {Feature.KV_TURNS: ("states whose KV heads differ in length are not saved yet")}
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError unless the scores can be those of as many lanes."""
         if self.mask is not None:
             check_lanes("heads.mask", self.mask, num_layers * self.ranks)
 
     def check_shape(self, num_layers: int, num_kv_heads: int, num_heads: int | None = None) -> None:
-        """Raise ValueError unless the scores are for a model of this shape."""
         if self.mask is not None:
             check_heads("heads.mask", self.mask, num_layers, num_kv_heads, num_heads)
 
     def check(self, policy: Policy) -> None:
-        """Refuse parts that would have no effect, or were not tried with lengths of heads."""
         self.check_parts(policy)
         if policy.chunk != EvictionPoints(tokens=policy.chunk.tokens):
             raise ValueError(
@@ -238,7 +231,6 @@ class StreamingHeads(HeadLengths):
             )
 
     def check_budget(self, policy: Policy, budget: Budget) -> None:
-        """Raise ValueError for a budget, which would have no effect."""
         if budget.percent != 100:
             raise ValueError(
                 f"policy {policy.name!r} has streaming heads, so a budget of {budget} has no "
@@ -247,7 +239,6 @@ class StreamingHeads(HeadLengths):
             )
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
-        """Refuse to serve without a mask, unless all heads are alike."""
         if self.mask is None and 0 < self.share < 1:
             raise ValueError(
                 f"policy {policy.name!r} does not know which heads stream: measure it with "

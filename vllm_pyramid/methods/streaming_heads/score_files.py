@@ -34,8 +34,7 @@ class ScoreFiles(NamedTuple):
     Attributes:
         scores: how much each head needs the whole cache: `[L][G]` from 0 to 1 of a folder, `[L][H]`
             of a file, whose heads are query heads.
-        sinks, recent: tokens that a streaming head sees of the beginning and of the end; None of a
-            file.
+        sinks, recent: tokens that a streaming head sees of both ends; None of a file.
     """
 
     scores: Scores
@@ -44,20 +43,14 @@ class ScoreFiles(NamedTuple):
 
 
 def read_scores(path: Path) -> ScoreFiles:
-    """Read DuoAttention's folder, or HeadKV's `.json` file; ValueError if it is missing or wrong.
-
-    Numbers of a folder beyond 0 and 1 are clipped, as DuoAttention clips them.
-    """
+    """Read DuoAttention's folder, clipped to 0 .. 1, or HeadKV's file; ValueError: wrong."""
     if path.suffix == ".json":
         return ScoreFiles(_query_heads(path), None, None)
     return _read_folder(path)
 
 
 def of_kv_heads(scores: Scores, num_kv_heads: int) -> npt.NDArray[np.float64]:
-    """Return scores of KV heads, `[L, G]`: those of their query heads' best.
-
-    `scores` are `[L][G]`, which are returned as they are, or `[L][H]`; H is a multiple of G.
-    """
+    """Return scores of KV heads, `[L, G]`: of `[L][H]` those of their best query heads."""
     grouped = np.array(scores).reshape(len(scores), num_kv_heads, -1)
     found: npt.NDArray[np.float64] = grouped.max(axis=2)
     return found
@@ -84,10 +77,7 @@ def check_lanes(what: str, scores: Scores, num_lanes: int) -> None:
 def check_heads(
     what: str, scores: Scores, num_layers: int, num_kv_heads: int, num_heads: int | None
 ) -> None:
-    """Raise ValueError unless the scores are for a model of this shape.
-
-    `num_heads` are query heads of a layer; None: any multiple of the KV heads.
-    """
+    """Raise ValueError unless the scores fit a model; `num_heads` None: any multiple."""
     layers, heads = len(scores), len(scores[0])
     fits = heads in (num_kv_heads, num_heads) if num_heads else not heads % num_kv_heads
     if layers != num_layers or not fits:

@@ -38,7 +38,6 @@ class HeadLengths(Heads):
     }
 
     def check_parts(self, policy: Policy) -> None:
-        """Refuse parts that would have no effect, or were not tried with lengths of heads."""
         for section, kind in self.plain.items():
             if (found := getattr(policy, section).kind) != kind:
                 raise ValueError(
@@ -48,7 +47,6 @@ class HeadLengths(Heads):
                 )
 
     def check_scorer(self, policy: Policy) -> None:
-        """Refuse scorers that look across heads, or gather what has a place for each layer."""
         scorer, reason = policy.scorer, None
         if not scorer.evicts:
             reason = "ranks nothing"
@@ -81,7 +79,6 @@ class HeadLengths(Heads):
         }
 
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
-        """Raise ValueError unless the model has the shape for which this part is made."""
         model, parallel = config.model_config, config.parallel_config
         self.check_shape(
             model.get_total_num_hidden_layers(),

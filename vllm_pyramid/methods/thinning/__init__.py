@@ -141,7 +141,6 @@ class DecayAllocator(Allocator):
 
     @property
     def of_graph(self) -> Any:
-        """Return the kind: the model's class is another, whatever is thinned."""
         return self.kind
 
     def check(self, policy: Policy) -> None:
@@ -189,7 +188,6 @@ class DecayAllocator(Allocator):
     def plan(
         self, policy: Policy, prompt_len: int, num_layers: int, block_size: int, budget: Budget
     ) -> Plan:
-        """Return a plan of pieces; later evictions thin what was generated."""
         plan = thinning_plan(
             self,
             prompt_len,
@@ -223,11 +221,8 @@ class DecayAllocator(Allocator):
     def lengths(self, tokens: int, num_layers: int, share: float = 1.0, least: int = 0) -> Integers:
         """Return tokens that each layer keeps of a piece, recent ones included: `[num_layers]`.
 
-        Args:
-            tokens: of the piece.
-            share: at most this part of `tokens * num_layers` is kept, by a lower decay ratio; where
-                floor and recent sequence alone are more, they are kept.
-            least: tokens that every layer keeps, if the context has them.
+        At most `share` of `tokens * num_layers` is kept, by a lower decay ratio, unless the floor
+        (at `least` so many context tokens) and the recent sequence alone are more.
         """
         recent = self.recent(tokens)
         contexts = partial(self.contexts, tokens - recent, num_layers, least=least - recent)
@@ -245,7 +240,6 @@ class DecayAllocator(Allocator):
 
 @lru_cache(maxsize=16)
 def _falls(decay_curve: str, num_layers: int, interval: int) -> list[float]:
-    """Return f at the depth of every layer that thins."""
     depths = [layer / num_layers for layer in range(0, num_layers, interval)]
     if decay_curve == "linear":
         return [1 - depth for depth in depths]
@@ -262,7 +256,6 @@ class TopKSharedSelector(Selector):
             raise _only_together(policy)
 
     def kept(self, scores: torch.Tensor, batch: EvictionBatch) -> torch.Tensor:
-        """Select by scores that are the same in all heads."""
         return batch.call.ops.select(
             batch.protect(scores), batch.lens, batch.keeps, window=0, max_keep=batch.max_keep
         )

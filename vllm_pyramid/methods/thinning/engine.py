@@ -50,8 +50,7 @@ WARM_UP_TOKENS = 16
 def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocator) -> None:
     """Refuse pieces that are too small for a GPU's warm-up, and set the size of a step.
 
-    A step gets room for a piece and a full batch that decodes, unless its size was set: vLLM's own
-    default for servers is one piece, which would wait until nothing decodes.
+    A step gets room for a piece and a full batch that decodes, unless its size was set.
     """
     device = current_platform.device_type
     if device != "cpu" and thinner.piece_tokens < WARM_UP_TOKENS:
@@ -74,10 +73,7 @@ def check_thinning_args(args: EngineArgs, policy: Policy, thinner: DecayAllocato
 
 
 def check_thinning_config(config: VllmConfig, policy: Policy, thinner: DecayAllocator) -> None:
-    """Check that the model's loop is known, a step holds a piece, and the budget can be met.
-
-    ValueError: naming the model or the flag to change.
-    """
+    """Check that the model's loop is known, a step holds a piece, and the budget can be met."""
     model = config.model_config
     if model.architecture not in ARCHITECTURES:
         raise ValueError(refusal(policy.name, model.architecture))

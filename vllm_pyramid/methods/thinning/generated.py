@@ -59,7 +59,6 @@ class GeneratedMass(KeyMass):
         self.schedule, self.ranks = schedule, context.ranks
 
     def counts(self, step: Step) -> npt.NDArray[np.bool_]:
-        """Return the requests behind their prompts: these are thinned by their pieces."""
         return step.eviction_numbers > 0
 
     def shared(self, mass: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,6 @@ class GeneratedMass(KeyMass):
         return total.repeat(1, mass.shape[1], 1)
 
     def after_attention(self, inputs: AttentionInputs) -> None:
-        """Gather, then mark the groups that leave the window in this step."""
         super().after_attention(inputs)
         evictions = self.context.step().evictions
         if evictions is None:

@@ -30,9 +30,7 @@ def piece_lengths(
 ) -> tuple[Integers, Integers]:
     """Return the tokens of a piece that the method keeps, and those held, `[num_layers]` each.
 
-    Layers give up whole blocks of `block_size` tokens; 1 for exactly the method's number. What is
-    held never rises with depth, as it is the method's number rounded up to the same grid in every
-    layer.
+    Layers give up whole blocks of `block_size` tokens; 1 for exactly the method's number.
     """
     keep = allocator.lengths(tokens, num_layers, share, least)
     held = tokens - (tokens - keep) // block_size * block_size
@@ -52,9 +50,9 @@ def thinning_plan(
 ) -> RetentionPlan:
     """Return what each layer keeps of a prompt that is thinned piece by piece.
 
-    Pieces end at multiples of `piece_tokens` and at the prompt's end, whatever else runs. `budget`
-    is a percentage, the upper limit. Always kept are the first `sinks` tokens of the prompt, and in
-    every layer its first `least` ones, piece by piece.
+    Pieces end at multiples of `piece_tokens` and at the prompt's end. `budget` is a percentage.
+    Always kept are the first `sinks` tokens of the prompt, and in every layer its first `least`
+    ones.
     """
     assert budget.percent is not None, "the budget was not checked"
     share = float(budget.percent) / 100
@@ -81,10 +79,7 @@ def thinning_plan(
 
 @cached_by_bytes(CACHE_BYTES)
 def later_point(policy: Policy, prompt: EvictionPoint, computed: int) -> EvictionPoint:
-    """Return what is kept at the eviction after `computed` tokens of a thinned prompt.
-
-    The room that was filled at the prompt's end stays filled: the prompt's tokens are not touched.
-    """
+    """Return what is kept after `computed` tokens of a thinned prompt, whose own stay untouched."""
     schedule = policy.schedule
     keep = schedule.keep(prompt, computed, prompt)
     return EvictionPoint.of(

@@ -162,10 +162,10 @@ class StepThinning:
     def pieces_on(
         self, chosen: npt.NDArray[np.int64], device: torch.device, *, shifted: bool
     ) -> DevicePieces:
-        """Return the pieces `chosen`, `[S]` indices, on the device.
+        """Return the pieces `chosen`, `[S]` indices, on the device; each set of them is copied
+        once.
 
-        Layers mostly thin the same pieces; each set of them is copied once. `shifted`: the layers'
-        tables begin behind the dead part.
+        `shifted`: the layers' tables begin behind the dead part.
         """
         key = chosen.tobytes()
         if (there := self._pieces_there.get(key)) is not None:
@@ -199,7 +199,6 @@ class ThinnedPositions:
         self._held: dict[int, list[torch.Tensor]] = {}
 
     def record(self, layer: int, piece: Piece, kept: torch.Tensor) -> None:
-        """Note that a layer holds the rows `kept`, `[held]`, of those that it computed."""
         if layer == 0:
             self._entered = torch.arange(piece.start, piece.end, dtype=torch.int32)
             if piece.start == 0:
@@ -208,5 +207,4 @@ class ThinnedPositions:
         self._held.setdefault(layer, []).append(self._entered)
 
     def layers(self) -> list[torch.Tensor]:
-        """Return the positions held over all pieces, ascending, of each layer."""
         return [torch.cat(self._held[layer]) for layer in sorted(self._held)]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses which tokens of a piece reach the next layer (PyramidInfer), and moves what stays.
 
-See `step.py` for the layout and the shape legend. S are those of the step's E pieces that give
-tokens up in the layer.
+Layout and shape legend as in `step.py`. S of the step's pieces give tokens up in the layer.
 """
 
 from __future__ import annotations
@@ -90,10 +89,7 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         return of_scores + 2 * 4 * pieces * entries + (4 * heads + 4 * 8) * tokens
 
     def compile_kernels(self, inputs: AttentionInputs) -> None:
-        """Launch the kernels for a piece of two tokens, with scores as wide as asked for.
-
-        `compact` is compiled for evictions.
-        """
+        """Launch the kernels, except `compact`, for two tokens and scores of the asked width."""
         assert inputs.batch.max_seq_len is not None
         device, width = inputs.query.device, min(inputs.batch.max_seq_len, LONGEST_KIND)
         one = torch.ones(1, dtype=torch.int32, device=device)
@@ -127,7 +123,6 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         )
 
     def begin_step(self, step: Step) -> StepNeeds | None:
-        """Find the step's pieces; a plan that has any wants each of them whole in one step."""
         self._step = None
         rows: list[int] = []
         pieces: list[Piece] = []
@@ -150,7 +145,6 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
         return StepNeeds(wants_log_sum_exp=True, layout=self._step)
 
     def after_attention(self, inputs: AttentionInputs) -> None:
-        """Thin the step's pieces in one layer."""
         if (step := self._step) is None:
             return
         layer, device = inputs.layer, inputs.query.device
@@ -179,7 +173,6 @@ class Thinner(CacheHooks, StepHooks, LayerHooks):
                 thinned.positions.record(layer, piece, kept[index, : held[index]])
 
     def end_step(self, step: Step) -> None:
-        """Report what the prompts that end have given up, piece by piece."""
         self._step = None
         evictions = step.evictions
         if evictions is None:
@@ -270,11 +263,7 @@ def _move(
 def _survivors(
     step: StepThinning, layer: int, dropping: npt.NDArray[np.int64], kept: torch.Tensor
 ) -> torch.Tensor:
-    """Return the rows of layer l that layer l + 1 computes, in their order: `[T_l+1]` int64.
-
-    The host knows for each of them whether it is a piece's survivor, and which; the device, which
-    row that is.
-    """
+    """Return the rows of layer l that layer l + 1 computes, in their order: `[T_l+1]` int64."""
     device, own, above = kept.device, step.query_starts[layer], step.query_starts[layer + 1]
     count = int(own[-1])
     sources = step.rows_below(layer + 1, layer)

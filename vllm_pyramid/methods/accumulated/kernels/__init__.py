@@ -29,12 +29,9 @@ class MassOps(Protocol):
         """Add to each visible key what the queries of a step give it, over all its query heads.
 
         The softmax of `paged_attention` is computed again, without V. With `kind="sum"` its
-        probabilities are added up (the accumulated attention of H2O, arXiv:2306.14048). With
-        `kind="below_average"` a key counts 1 for every query that gives it less than 1 / (the
-        number of keys which that query sees) (Scissorhands, arXiv:2305.17118, the counter of its
-        algorithm that compresses the cache).
-
-        With zero requests nothing is added; a query that sees no key adds nothing.
+        probabilities are added up (H2O, arXiv:2306.14048). With `kind="below_average"` a key counts
+        1 for every query that gives it less than 1 / (the number of keys which that query sees)
+        (Scissorhands, arXiv:2305.17118). A query that sees no key adds nothing.
 
         Args:
             mass: `[P, G, N]` float32, written; unit stride in N, one block for each of the cache.
@@ -42,8 +39,7 @@ class MassOps(Protocol):
             kind: one of `MASS_KINDS`.
             first_queries: `[R]` int32; queries at positions below it add nothing. None: all add.
             log_sum_exp: `[T, H]` float32 as `paged_attention` wrote it for the same batch. It saves
-                the first of two passes over K. The weights of a query then share a factor that
-                differs from 1 by the rounding of its log-sum-exp.
+                the first of two passes over K; weights then share a factor near 1, by its rounding.
 
         Raises:
             ValueError: `mass` or `log_sum_exp` has another shape or dtype, or `kind` is unknown.
@@ -51,6 +47,4 @@ class MassOps(Protocol):
 
 
 def mass_ops(ops: Ops) -> MassOps:
-    """Return the kernels of accumulated attention that go with the others."""
-    own: MassOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

@@ -27,9 +27,8 @@ def add_key_mass(
 ) -> None:
     """Add the mass with one thread for each request and KV head.
 
-    Queries are added one after the other, so the way in which a prompt is cut into chunks of more
-    than one query does not change the bits, given the same log-sum-exp (which attention may compute
-    with other bits for other chunks).
+    Queries are added one after the other, so the way in which a prompt is cut into chunks does not
+    change the bits, given the same log-sum-exp.
     """
     check_mass(mass, batch.key_cache, kind)
     first = 0

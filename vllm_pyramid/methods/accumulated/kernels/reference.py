@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`add_key_mass` in plain PyTorch, and a check that all back ends make.
 
-The mass lies next to the cache, in the layout of its pages: `mass[b, g, i]` belongs to the token at
-offset i of block b for KV head g, so the block table finds it. The caller sets the mass of a slot
-to zero when a token is written there, and moves the mass together with the tokens.
+`mass[b, g, i]` belongs to the token at offset i of block b for KV head g. The caller sets the mass
+of a slot to zero when a token is written there, and moves it together with the tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def add_key_mass(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Recompute the softmax of each request, and add its columns to the slots of the keys."""
     query, key_cache, seq_lens, skips = batch.query, batch.key_cache, batch.seq_lens, batch.skips
     soft_cap, sliding_window, sinks = softmax.soft_cap, softmax.sliding_window, softmax.sinks
     check_mass(mass, key_cache, kind)

@@ -37,9 +37,7 @@ def add_key_mass(
     """Add the mass in two launches: the softmax of the rows, then the sums of the keys.
 
     With `log_sum_exp` there is only the second launch, and no scratch. Otherwise the scratch comes
-    from `workspace` if that is large enough, as it is for a decode step with no more requests than
-    fill the device, and is allocated if not. The batch's `max_seq_len` bounds the visible keys;
-    `num_splits` and `workspace` are as in `paged_attention`.
+    from `workspace` if that is large enough, and is allocated if not.
     """
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips

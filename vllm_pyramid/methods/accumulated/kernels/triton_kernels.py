@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of `add_key_mass`: the attention that the queries of a batch give each key.
 
-Attention does not keep its probabilities, so two passes over K compute them again. The first finds
-each row's maximum and sum, split over the context, and is left out if attention has written the
-log-sum-exp. In the second a program owns a tile of keys, multiplies it with all rows and adds up.
-V is not read, nothing of size (queries x keys) is stored, and every element of the result belongs
-to one program, so there are no atomics and the result does not depend on order.
+Two passes over K. The first finds each row's maximum and sum, split over the context, and is left
+out if attention has written the log-sum-exp. In the second a program owns a tile of keys,
+multiplies it with all rows and adds up: the result does not depend on order.
 
 A row is one query of one head: row `i` of a request and KV head is query `i // GROUP` of query head
 `i % GROUP`. Local positions count from `skips[r]`.
@@ -23,13 +21,14 @@ from vllm_pyramid.kernels.triton.device_functions import (
     load_rows,
     visible_logits,
     with_sink,
+    with_tile,
 )
 from vllm_pyramid.methods.accumulated.kernels.reference import BELOW
 
 BELOW_AVERAGE_SHARE = tl.constexpr(BELOW)
 # These may begin at any multiple of four bytes; one variant of a kernel serves all layers.
 ROWS_OF_LARGER_TENSORS = [
-    *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "sinks"),
+    *("block_table", "query_start_loc", "seq_lens", "skips", "first_queries", "sinks")
 ]
 
 
@@ -138,13 +137,7 @@ def row_statistics_kernel(
             q, k, local, query_local, visible_keys, factors, soft_cap, sliding_window,
             HAS_SOFT_CAP, HAS_WINDOW,
         )  # fmt: skip
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
-        # A row may see no key of this tile, nor of the tiles before it.
-        reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp2(running_max - reference_max) + tl.sum(
-            tl.exp2(logits - reference_max[:, None]), 1
-        )
-        running_max = new_max
+        running_max, running_sum = with_tile(running_max, running_sum, logits)
 
     place = (tokens * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split
     tl.store(partial_max + place, running_max, mask=rows < num_rows)

@@ -16,8 +16,6 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 class Choosers:
     """The queries of a batch that choose their keys (choosers), as the host knows them.
 
-    With this record `topn_attention` on CUDA reads nothing back from the device.
-
     Attributes:
         queries: `[S, 2]` int32, the request of each chooser and the query's index within that
             request: all queries of the requests whose `top_ns` is above 0 and below the number of
@@ -69,21 +67,18 @@ class ValueOps(Protocol):
 
         Each query and query HEAD of request r uses the `top_ns[r]` visible keys with the largest
         attention logits, and the lower position where logits are equal; a query that sees no more
-        keys than that uses all. Query heads that share a KV head choose separately, as in the paper
-        (KCache, arXiv:2404.18057, section 3).
+        keys than that uses all (KCache, arXiv:2404.18057, section 3).
 
         Args:
             out: `[T, H, D]`, written, as in `paged_attention`.
-            top_ns: `[R]` int32. A request uses all its keys if its entry is 0, or at least the
-                number of keys that its last query sees; it is then attended to as by
-                `paged_attention`.
+            top_ns: `[R]` int32. A request uses all its keys, by `paged_attention`, if its entry is
+                0, or at least the number of keys that its last query sees.
             renormalize: make the weights of the chosen keys sum to 1. Otherwise they keep the
                 values that they have in the softmax over all keys and the sink, as in the paper.
             value_rows: `[R]` int64 or None. The number of V rows (of D elements) that request r
                 needed is ADDED: if it chooses, one for every chosen key, query and query head;
                 otherwise one for every key that its queries see and KV head.
-            choosers: what the host knows of the queries that choose. Only Triton uses it, and
-                without it reads back from the device.
+            choosers: only Triton uses it, and without it reads back from the device.
 
         Raises:
             ValueError: `top_ns` or `value_rows` has another shape or dtype, or an entry of `top_ns`
@@ -92,6 +87,4 @@ class ValueOps(Protocol):
 
 
 def value_ops(ops: Ops) -> ValueOps:
-    """Return the kernels of V in host memory that go with the others."""
-    own: ValueOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

@@ -31,10 +31,7 @@ def topn_attention(
     value_rows: torch.Tensor | None = None,
     choosers: Choosers | None = None,
 ) -> None:
-    """Attend with one thread for each request that chooses and KV head; `choosers` is not used.
-
-    Requests that use all their keys get the bits of `paged_attention`.
-    """
+    """Attend with one thread for each choosing request and KV head; others: `paged_attention`."""
     del choosers
     attention = attention_record(out, batch, batch.value_cache, softmax, None)
     requests = batch.seq_lens.shape[0]

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to the best keys alone, and copies of pages, in plain PyTorch.
-
-KCache (arXiv:2404.18057, section 3): all of K is in fast memory and V is in slow memory, so a query
-takes the softmax over all keys and fetches only the V rows of its N largest weights.
-"""
+"""Attention to the best keys alone, and copies of pages, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ def topn_attention(
     choosers: Choosers | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Attend query by query where requests choose; `choosers` is not used."""
     del choosers
     check_one_scale(batch.key_scales, batch.value_scales)
     check_one_table(batch.block_table)
@@ -101,7 +96,6 @@ def topn_attention(
 
 
 def check_value_rows(value_rows: torch.Tensor, requests: int) -> None:
-    """Raise ValueError unless `value_rows` is contiguous int64 `[requests]`."""
     if value_rows.dtype != torch.int64 or value_rows.shape != (requests,):
         raise ValueError(
             f"value_rows must be int64 [{requests}], got {value_rows.dtype} "
@@ -114,7 +108,6 @@ def check_value_rows(value_rows: torch.Tensor, requests: int) -> None:
 def copy_pages(
     target: torch.Tensor, source: torch.Tensor, block_table: torch.Tensor, places: torch.Tensor
 ) -> None:
-    """Copy the bytes of all pages in one indexed assignment."""
     pages, rows, entries = places.long().unbind(1)
     target, source = target.view(torch.uint8), source.view(torch.uint8)
     target[pages] = source[block_table[rows, entries].long()]

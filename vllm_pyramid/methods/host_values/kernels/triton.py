@@ -38,8 +38,7 @@ def topn_attention(
 ) -> None:
     """Attend to other requests with `paged_attention`, and to choosers in three launches.
 
-    V may be in host memory that the device can address. Without `choosers` they are read back from
-    the device. A workspace must have room for one chooser, `workspace_cells(1, ...)`.
+    A workspace must have room for one chooser, `workspace_cells(1, ...)`.
     """
     query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     query_start_loc, seq_lens, skips = batch.query_start_loc, batch.seq_lens, batch.skips
@@ -92,10 +91,7 @@ def topn_attention(
 
 
 def workspace_cells(choosers: int, num_heads: int, columns: int, max_top_n: int) -> int:
-    """Return the float32 cells of scratch that `choosers` queries need to choose at once.
-
-    Each sees at most `columns` keys, and uses at most `max_top_n` of them.
-    """
+    """Return the float32 cells that `choosers` queries need at once, which see `columns` keys."""
     return choosers * num_heads * (columns + 2 * max_top_n + 1) + 4 * _ALIGNMENT
 
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels for V in host memory: logits of all keys, the best of each row, and their V.
 
-A *chooser* is a query that uses only its best keys; `choosers` is `[S, 2]` int32, the request of
-each and the query's index within that request. Each query head of a chooser is a row of the logits
-`[S, H, columns]`, whose columns count from `skips[r]`.
-
-`topn_values_kernel` alone reads V, a row of D elements at a time, so V may be in host memory that
-the device can address.
+`choosers` is `[S, 2]` int32, the request of each and the query's index within that request. Each
+query head of a chooser is a row of the logits `[S, H, columns]`, whose columns count from
+`skips[r]`. `topn_values_kernel` alone reads V, a row at a time, so V may be in host memory.
 """
 
 from __future__ import annotations
@@ -260,13 +257,7 @@ def topn_values_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["block_table", "places"])
 def copy_pages_kernel(
-    target,
-    source,
-    block_table,
-    places,
-    page_words,
-    stride_table,
-    BLOCK: tl.constexpr,
+    target, source, block_table, places, page_words, stride_table, BLOCK: tl.constexpr
 ):
     """Copy `BLOCK` words of one page. Grid: place, piece of the page."""
     place = places + 3 * tl.program_id(0)

@@ -20,13 +20,9 @@ class ScoreShape:
     Attributes:
         sinks: first tokens of a request that stay. They are pooled, and nothing else of them
             counts.
-        window: last tokens that stay, at least as many as there are queries. They count in the
-            softmax alone.
+        window: last tokens that stay, at least as many as queries. They count in the softmax alone.
         kernel_size: width of the pooling in tokens, odd.
         expected: weight of the second score; 0 leaves it out.
-
-    Raises:
-        ValueError: the width is not a positive odd number, or another number is negative.
     """
 
     sinks: int
@@ -60,8 +56,7 @@ class ObservedExpectedOps(Protocol):
         queries: int,
         positions: int,
     ) -> torch.Tensor:
-        """Turn the last queries of each request to the positions to come, on average: `[R, H, W,
-        D]` float32.
+        """Turn the last queries of each request to the positions to come: `[R, H, W, D]` float32.
 
         The rotary embedding of a query at position p is undone; then the query is rotated by the
         mean of the rotations at the next `positions` positions behind the request's last one.
@@ -73,7 +68,7 @@ class ObservedExpectedOps(Protocol):
                 query_ends[r] - 1`.
             last_positions: `[R]` int32, the position of each request's last query.
             rotary: the layer's embedding; None where it has none, and queries stay as they are.
-            queries: W. positions: number of positions to come.
+            queries: W.
 
         Raises:
             ValueError: there is no request.
@@ -133,6 +128,4 @@ class ObservedExpectedOps(Protocol):
 
 
 def observed_expected_ops(ops: Ops) -> ObservedExpectedOps:
-    """Return the kernels of `observed_expected` that go with the others."""
-    own: ObservedExpectedOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

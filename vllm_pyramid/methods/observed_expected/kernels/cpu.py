@@ -86,8 +86,7 @@ def observed_expected_scores(
 ) -> torch.Tensor:
     """Score all KV heads of all requests, in parallel over chunks of keys.
 
-    A request's bits depend neither on the rest of the batch, nor on the number of threads, nor on
-    where in its table its tokens begin.
+    A request's bits depend neither on the batch, nor on threads, nor on its place in its table.
     """
     check_scored(batch, shape, future)
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table

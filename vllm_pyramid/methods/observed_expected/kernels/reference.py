@@ -28,7 +28,6 @@ def future_queries(
     positions: int,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Turn the queries of all requests at once, with cosines and sines in `compute_dtype`."""
     check_some_requests(query_ends.shape[0])
     device = query.device
     back = torch.arange(-queries, 0, device=device)
@@ -56,7 +55,6 @@ def observed_expected_scores(
     starts: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Score one request at a time, with its K and V gathered from the cache."""
     check_scored(batch, shape, future)
     query, window, kv_heads = batch.query, batch.window, batch.key_cache.shape[1]
     lens = batch.prompt_lens.tolist()
@@ -116,7 +114,6 @@ def _expected(future: torch.Tensor, keys: torch.Tensor, softmax: Softmax) -> tor
 
 
 def shares(scores: torch.Tensor) -> torch.Tensor:
-    """Return `[G, n]` as shares of each head's sum."""
     return scores / scores.sum(dim=-1, keepdim=True).clamp(min=LEAST_SUM)
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the queries to come: turn them, and find what they are expected to look at.
 
-The variance over the window's queries takes the place of the product with their covariance, so no
-other matrix than the queries is multiplied with K. They are no 16-bit numbers behind the rotation:
-where the cache has 8 or 16 bits, each is the sum of two.
+The variance over the window's queries takes the place of the product with their covariance. The
+turned queries are no 16-bit numbers: where the cache has 8 or 16 bits, each is the sum of two.
 """
 
 from __future__ import annotations
@@ -11,7 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_pyramid.kernels.triton.device_functions import LOG2_E, dot, key_factors, load_keys
+from vllm_pyramid.kernels.triton.device_functions import (
+    LOG2_E,
+    dot,
+    key_factors,
+    load_keys,
+    with_tile,
+)
 
 
 # Rows of a larger tensor begin at any multiple of four bytes, and lengths and counts differ from
@@ -228,13 +233,7 @@ def future_logits_kernel(
         stored = counts & (heads < GROUP)[:, None]
         tl.store(lines[:, None] + positions[None, :], found, mask=stored)
         found = tl.where(counts, found, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(found, 1))
-        # The first tiles may have no token that counts.
-        reference_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp2(running_max - reference_max) + tl.sum(
-            tl.exp2(found - reference_max[:, None]), 1
-        )
-        running_max = new_max
+        running_max, running_sum = with_tile(running_max, running_sum, found)
 
     place = (first_row + row + heads) * num_splits + split
     tl.store(partial_max + place, running_max, mask=heads < GROUP)

@@ -8,12 +8,9 @@ from vllm_pyramid.methods.pages.kernels.contract import DevicePageOps, PageOps
 
 
 def page_ops(ops: Ops) -> PageOps:
-    """Return the kernels of page selection that go with the others."""
-    own: PageOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)
 
 
 def device_page_ops(ops: Ops) -> DevicePageOps:
     """Return the same where the host does not wait for the scores."""
-    own: DevicePageOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of page selection that all kernels share, and the memory that they write to.
+"""Checks (ValueError) of page selection that all kernels share, and the memory that they write to.
 
-Every function raises ValueError. Those that count pages read numbers back from the device, so
-kernels call them only where a caller has not passed the number.
+Those that count pages read back from the device: callers pass the number where they know it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from vllm_pyramid.methods.pages.kernels.records import (
 
 
 def check_summaries(summaries: torch.Tensor, key_cache: torch.Tensor, kind: str) -> None:
-    """Check that `summaries` is a pool of this kind for the cache."""
     if kind not in SUMMARY_KINDS:
         raise ValueError(f"kind {kind!r} must be one of {', '.join(SUMMARY_KINDS)}")
     blocks, heads, _, head_size = key_cache.shape
@@ -37,7 +35,6 @@ def check_summaries(summaries: torch.Tensor, key_cache: torch.Tensor, kind: str)
 
 
 def check_starts(starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """Check on the host that what a request has written lies within it."""
     wrong = (starts < 0) | (starts > seq_lens)
     if wrong.any():
         r = int(wrong.nonzero()[0])
@@ -79,7 +76,6 @@ def check_scoring(
 
 
 def most_visible(batch: PageBatch) -> int:
-    """Return the largest number of pages that a row sees; 1 without rows."""
     if not batch.positions.shape[0]:
         return 1
     wrong = (batch.skips < 0) | (batch.skips > batch.positions)
@@ -133,7 +129,6 @@ def check_selecting(scores: torch.Tensor, rows: int, sinks: int, recent: int) ->
 def selected_counts(
     batch: PageBatch, budgets: torch.Tensor, sinks: int, recent: int
 ) -> torch.Tensor:
-    """Return the pages that each row chooses, `[S]`."""
     if (wrong := budgets < 1).any():
         s = int(wrong.nonzero()[0])
         raise ValueError(f"budgets of row {s} is {int(budgets[s])}, not positive")
@@ -205,5 +200,4 @@ def check_choosing(
 
 
 def _visible(batch: PageBatch) -> torch.Tensor:
-    """Count the pages that each row sees."""
     return batch.positions // batch.block_size - batch.skips // batch.block_size + 1

@@ -35,12 +35,11 @@ class SummaryOps(Protocol):
         """Compute the summaries of all pages that hold a position `>= starts[r]` again.
 
         A summary describes the keys that its page has in the cache now, at the positions `skips[r]
-        .. seq_lens[r] - 1`: it follows from the cache alone, however the keys came there (in
-        chunks, over rejected drafts, into a block that was used before).
+        .. seq_lens[r] - 1`, however they came there.
 
         - `box`: the largest, then the smallest number of each component (Quest, arXiv:2406.10774).
         - `spread`: the mean, then the standard deviation (of the keys present, not an estimate for
-        more).
+          more).
 
         Numbers are summed in float32 and rounded to the pool's dtype once. Numbers of 8-bit caches
         count as they are stored, without their scale. Nothing is written for requests with

@@ -170,7 +170,6 @@ def select_pages(
 
 
 def _addresses(batch: PageBatch) -> tuple[int, ...]:
-    """Return the addresses of the block table, the requests, the positions and the skips."""
     rows = batch.positions.shape[0]
     return (
         batch.block_table.data_ptr(),

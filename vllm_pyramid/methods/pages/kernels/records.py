@@ -81,7 +81,6 @@ class PageSelection:
 
     @staticmethod
     def empty(rows: int, kv_heads: int, width: int, device: torch.device) -> PageSelection:
-        """Allocate a selection of up to `width` pages a row, for `select_pages` to fill."""
 
         def make(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
@@ -90,14 +89,7 @@ class PageSelection:
         return PageSelection(make(*lists), make(*lists), make(rows), make(rows), make(rows))
 
     def of_rows(self, part: slice) -> PageSelection:
-        """Return some rows of it, to write to or to read."""
-        return PageSelection(
-            self.block_table[part],
-            self.pages[part],
-            self.counts[part],
-            self.seq_lens[part],
-            self.skips[part],
-        )
+        return PageSelection(*(getattr(self, field.name)[part] for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -135,5 +127,4 @@ class PageLists:
         return PageLists(make(rows, kv_heads, width), *lens, make(rows), *flags)
 
     def of_rows(self, part: slice) -> PageLists:
-        """Return some rows of it, to write to or to read."""
         return PageLists(*(getattr(self, field.name)[part] for field in fields(self)))

@@ -57,7 +57,6 @@ def summarise_pages(
     max_pages: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Summarise page by page the keys that the cache holds."""
     check_summaries(summaries, key_cache, kind)
     size = key_cache.shape[2]
     check_starts(starts, seq_lens)
@@ -81,7 +80,6 @@ def score_pages(
     out: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Score row by row against the pool's entries of the row's candidates."""
     check_scoring(batch, softmax, pool, kind, combine)
     first, visible = pages_of(batch)
     heads = pool.shape[1]
@@ -117,7 +115,6 @@ def select_pages(
     max_selected: int | None = None,
     out: PageSelection | None = None,
 ) -> PageSelection:
-    """Sort each row's scores stably, so that equal ones keep the order of pages."""
     first, visible = pages_of(batch)
     rows, heads, size = len(first), scores.shape[1], batch.block_size
     check_selecting(scores, rows, sinks, recent)
@@ -167,7 +164,6 @@ def choose_pages(
     names: tuple[int, int] = (1, 0),
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Summarise, score and select, and copy what a row has of each."""
     check_choosing(batch, softmax, pool, scores, out, kind, combine, sinks, recent)
     size, heads = batch.block_size, pool.shape[1]
     if key_cache is not None:

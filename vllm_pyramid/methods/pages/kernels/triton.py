@@ -121,18 +121,15 @@ def choose_pages(
 
 
 def num_parts(pairs: int, tiles: int, device: torch.device) -> int:
-    """Return how many programs share the `tiles` of the longest row's KV head, for all `pairs` of
-    these.
+    """Return how many programs share the `tiles` of the longest row's KV head, for all `pairs`.
 
-    They fill the device, and none has more than `MOST_TILES`. So a graph for the longest sequence
-    launches few programs that return at once where all are short.
+    They fill the device, and none has more than `MOST_TILES`.
     """
     enough = triton.cdiv(2 * target_programs(device), pairs)
     return int(min(tiles, max(enough, triton.cdiv(tiles, MOST_TILES))))
 
 
 def check_keys(key_cache: torch.Tensor) -> None:
-    """Raise ValueError unless the kernels can summarise keys of this cache."""
     check_unit_stride("key_cache", key_cache)
     if key_cache.dtype not in CACHE_DTYPES:
         raise ValueError(f"key_cache must be one of {CACHE_DTYPES}, got {key_cache.dtype}")

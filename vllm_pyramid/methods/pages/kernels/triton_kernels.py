@@ -176,7 +176,7 @@ def score_in_place(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_columns", "num_sinks", "num_recent", "width", "name_of_block", "name_of_head"),
+        *("num_columns", "num_sinks", "num_recent", "width", "name_of_block", "name_of_head")
     ],
     do_not_specialize_on_alignment=[*OF_ROWS, *OF_LISTS, "budgets", "sinks"],
 )

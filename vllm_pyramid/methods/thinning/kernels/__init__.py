@@ -57,24 +57,12 @@ class RecentOps(Protocol):
 
         For each request, the causal softmax over all visible keys (and the head's sink) is averaged
         over the last `recents[r]` queries, whose weights rise linearly from 1 to `distance_weight`
-        (their sum is divided out), and summed over the query heads of a KV head. The context is the
-        `contexts[r]` keys right before those queries; earlier keys take part in the softmax, but
-        are not reported.
-
-        Args:
-            softmax: as in `window_scores`.
-            distance_weight: weight of the last query if the first has 1, positive.
-            log_sum_exp: as in `window_scores`, for the recent queries.
-
-        Returns:
-            `[R, G, max(contexts)]` float32; 0 behind `contexts[r]`.
-
-        Raises:
-            ValueError: the batch holds no request.
+        (positive; their sum is divided out), and summed over the query heads of a KV head. Reported
+        are the `contexts[r]` keys right before those queries: `[R, G, max(contexts)]` float32, 0
+        behind `contexts[r]`. `softmax` and `log_sum_exp` are as in `window_scores`. ValueError: the
+        batch holds no request.
         """
 
 
 def recent_ops(ops: Ops) -> RecentOps:
-    """Return the kernels of thinning that go with the others."""
-    own: RecentOps = ops.of_method(__name__)
-    return own
+    return ops.of_method(__name__)

@@ -21,7 +21,6 @@ def recent_mass(
     log_sum_exp: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Sum one request at a time, with its visible K gathered from the cache."""
     query, key_cache = batch.query, batch.key_cache
     num_kv_heads = key_cache.shape[1]
     check_some_requests(batch.seq_lens.shape[0])

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of `recent_mass`: the attention that recent queries pay to each context key.
 
-There are two passes over K. The first finds each query's log-sum-exp, and is left out if attention
-has written it. In the second a program owns a tile of context keys, multiplies it with all recent
-queries and adds up their weighted probabilities: every number has one writer, and nothing of size
-(queries x keys) is stored.
+Two passes over K. The first finds each query's log-sum-exp, and is left out if attention has
+written it. In the second a program owns a tile of context keys, multiplies it with all recent
+queries and adds up their weighted probabilities: every number has one writer.
 
 A row is one query of one head: row `i` of a request and KV head is its recent query `i // GROUP` of
 query head `i % GROUP`. Local positions count from `skips[r]`.
@@ -23,12 +22,11 @@ from vllm_pyramid.kernels.triton.device_functions import (
     natural_log_sum,
     visible_logits,
     with_sink,
+    with_tile,
 )
 
 # A part of a batch may begin at any address in these tensors.
-OF_REQUESTS = [
-    *("block_table", "query_ends", "seq_lens", "skips", "recents"),
-]
+OF_REQUESTS = [*("block_table", "query_ends", "seq_lens", "skips", "recents")]
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_REQUESTS)
@@ -103,12 +101,7 @@ def recent_log_sum_exp_kernel(
         logits = visible_logits(
             q, k, local, query_local, visible, factors, soft_cap, 0, HAS_SOFT_CAP, False
         )
-        # Every row sees the first key, so no maximum is -inf.
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
-        running_sum = running_sum * tl.exp2(running_max - new_max) + tl.sum(
-            tl.exp2(logits - new_max[:, None]), 1
-        )
-        running_max = new_max
+        running_max, running_sum = with_tile(running_max, running_sum, logits)
     lse = natural_log_sum(running_max, running_sum)
     place = tokens * (NUM_KV_HEADS * GROUP) + heads
     tl.store(log_sum_exp + place, lse, mask=rows < recent * GROUP)
