@@ -9,27 +9,7 @@ from prometheus_client import Counter, Gauge
 
 
 class HostCacheMetrics:
-    """The metrics of the host cache; one object per process.
-
-    Metrics (label: engine):
-        vllm_pyramid:host_cache_queries_total    tokens that requests looked for in the host cache
-        vllm_pyramid:host_cache_hits_total       tokens that they found there
-        vllm_pyramid:host_cache_bytes_total      bytes copied (and the label direction: `stored` to
-                                                 the host, `loaded` from it)
-        vllm_pyramid:host_cache_evictions_total  bundles that had to go from the host
-        vllm_pyramid:host_cache_dropped_total    bundles for which there was no slot
-        vllm_pyramid:host_cache_used_bytes       bytes that hold something now
-        vllm_pyramid:host_cache_size_bytes       bytes that can
-
-    With a folder:
-        vllm_pyramid:host_cache_file_bytes_total      bytes of files (and the label direction:
-                                                      `written`, those included that could not be,
-                                                      or `read`)
-        vllm_pyramid:host_cache_file_failures_total   files that were a miss (and the label kind:
-                                                      `damaged` or `unwritten`)
-        vllm_pyramid:host_cache_file_evictions_total  files that had to go
-        vllm_pyramid:host_cache_file_used_bytes       bytes of all files now
-    """
+    """The metrics of the host cache (docs/usage.md lists them); one object per process."""
 
     def __init__(self) -> None:
         self.counters = {

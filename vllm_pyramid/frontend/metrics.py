@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of what was evicted, in Prometheus and in the log.
-
-The front end has them (the process that answers `/metrics`; Prometheus' client adds up several) and
-feeds them with the scheduler's statistics.
-"""
+"""Counters of what was evicted, in Prometheus and in the log, from the scheduler's statistics."""
 
 from __future__ import annotations
 
@@ -23,58 +19,7 @@ LOG_INTERVAL_S = 10.0  # vLLM's own statistics are logged this often
 
 
 class PolicyMetrics:
-    """The Prometheus metrics and the log line; one object per process.
-
-    Metrics (labels: engine, layer):
-        vllm_pyramid:evictions_total         evictions of requests (no layer label)
-        vllm_pyramid:tokens_evicted_total    tokens given back
-        vllm_pyramid:blocks_freed_total      blocks given back by eviction; a shared one counts for
-                                             each request that gives it back
-        vllm_pyramid:tokens_held             tokens in the cache now
-        vllm_pyramid:blocks_held             blocks of the pool in use now
-
-    What is served (labels: engine):
-        vllm_pyramid:pool_blocks             blocks of the pool, of all pipeline stages
-        vllm_pyramid:policy_info             1, with the labels policy and budget
-
-    With layers that do not evict (labels: engine):
-        vllm_pyramid:other_blocks_held       blocks of the pool in use by them now
-
-    `layer` is the model's own number.
-
-    What went wrong for single requests, while the engine goes on (labels: engine):
-        vllm_pyramid:failed_requests_total   requests that ended with an error (and the label
-                                             reason: `scores` with NaN or infinity, or a `method`
-                                             that raised or returned something wrong)
-        vllm_pyramid:dropped_traces_total    traces that could not be written
-        vllm_pyramid:dropped_reports_total   reports that could not be sent with their requests
-
-    Conversations (labels: engine, reason):
-        vllm_pyramid:turns_total             turns that have ended, by what they resumed and why not
-                                             more (`policy/resumed.py`)
-
-    With PyramidConnector (labels: engine, reason):
-        vllm_pyramid:handed_total            requests with a ticket of another engine: `loaded`, or
-                                             why they computed their prompts (`transfer/reasons.py`)
-
-    With V in host memory (labels: engine, direction):
-        vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
-
-    With a selection of pages (labels: engine):
-        vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
-        vllm_pyramid:pages_visible_total     pages that attention to everything would have read
-
-    With `--kv-evict pressure` (labels: engine):
-        vllm_pyramid:ordered_evictions_total  evictions ordered because the pool lacked blocks
-        vllm_pyramid:ordered_to_floor_total   of these, those to the policy's budget
-        vllm_pyramid:ordered_loss_total       shares of their scores that prompts lost, summed up
-        vllm_pyramid:avoided_preemptions_total  steps for which running requests lacked blocks and
-                                              ordered evictions freed as many
-        vllm_pyramid:requests_by_level        running requests that orders can evict (and the label
-                                              level: `whole`, a share, or `lowest`)
-
-    With a host cache (labels: engine): those of `HostCacheMetrics`.
-    """
+    """The Prometheus metrics (docs/usage.md lists them) and the log line; one object a process."""
 
     def __init__(self) -> None:
         layer = ["engine", "layer"]

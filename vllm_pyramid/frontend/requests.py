@@ -38,10 +38,8 @@ class _Engine:
 
     Attributes:
         settings: None if no policy is served.
-        sessions: follows requests that name their session.
-        shadow: compares answers with the whole cache; None if it was not asked for.
-        pool: the pool of blocks; None if only the scheduler knows it. has_pool: whether `pool` has
-            been computed.
+        shadow: None if it was not asked for.
+        pool: None if only the scheduler knows it, or before `has_pool`.
     """
 
     settings: ServedSettings | None

@@ -53,11 +53,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def parse_gib(value: object, name: str) -> float | None:
-    """Parse a setting in GiB, a number above 0 or its text; None is none.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parse a setting in GiB, a number above 0 or its text; None is none. Else raise ValueError."""
     if value is None:
         return None
     number = math.nan
@@ -70,11 +66,7 @@ def parse_gib(value: object, name: str) -> float | None:
 
 
 def parse_keep(value: object) -> int | None:
-    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: not all.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: not all."""
     if value in (None, NO_SPANS):
         return None
     match = re.fullmatch(r"template(?:\+([0-9]{1,6}))?", value) if isinstance(value, str) else None
@@ -87,11 +79,7 @@ def parse_keep(value: object) -> int | None:
 
 
 def check_folder(folder: object, cache: object, size: object) -> None:
-    """Raise ValueError unless the settings of the host cache's folder go together.
-
-    Args:
-        folder, cache, size: `kv_host_cache_dir`, `kv_host_cache` and `kv_host_cache_dir_gib`.
-    """
+    """Raise ValueError unless the settings of the host cache's folder go together."""
     if folder is not None and not (isinstance(folder, str) and folder):
         raise ValueError(f"kv_host_cache_dir must be the path of a folder, not {folder!r}")
     if folder is not None and cache is None:

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parse and check the settings of an engine (those of a request: `policy/request_keys.py`).
 
-They stand in vLLM's `additional_config` under these keys, from the flags or the user's own code:
-
-    {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
-     "kv_policy_args": {"beta": 14}, "kv_evict": "pressure", "kv_trace": "DIR", "kv_swap_space": 4,
-     "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
-     "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
-     "kv_turn_mode": "auto", "kv_session_ttl": 3600}
-
-The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
-under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
-open no file and check nothing again.
+They stand in vLLM's `additional_config`, from the flags or the user's own code. The front end reads
+them once (`KVSettings`), with the policy's file, and adds the checked result under `SERVED_KEY` as
+data. The engine core and the workers read only that (`ServedSettings`): they open no file and check
+nothing again.
 """
 
 from __future__ import annotations
@@ -88,39 +81,13 @@ def without_ours(additional_config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KVSettings:
-    """The checked settings of an engine.
+    """The checked settings of an engine, as the flags explain them (`flags.py`); None: the default.
 
     Attributes:
         kv_policy: a preset's name, the path of a `.yaml` file, or `none` (the plugin stays inert).
-        kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
-        kv_min_tokens: the floor of percentage budgets, so shorter prompts are kept whole; None for
-            the preset's own, or `DEFAULT_MIN_TOKENS`.
-        kv_policy_args: changes to the preset (see `load_policy`).
-        kv_evict: `pressure` to evict prompts only when the pool lacks blocks; None or `always` for
-            the policy's own schedule.
-        kv_trace: folder for one `.npz` file per request with the kept positions; None for no trace.
-        kv_swap_space: GiB of host memory that each worker allocates for V at most, for policies
-            with V on the host; None for as much as the device's KV cache, the upper limit.
-        kv_admission: when a waiting prompt is admitted, one of `ADMISSIONS`; None for `forecast` if
-            the policy evicts, and for vLLM's own rule, `prompt`, if it does not.
-        kv_request_overrides: settings that requests may give (`parse_overrides`); None: all.
-        kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
-        kv_keep: what of every chat stays in every layer and head, `template` or `template+N`;
-            `none`: what the policy keeps; None: the template of chats with tools, where it can.
-        kv_host_cache: GiB of host memory of an engine, all ranks together, for what the device's
-            prefix cache gives away; None for none.
-        kv_host_cache_dir: folder in which that survives a restart; None for none.
-        kv_host_cache_dir_gib: the most GiB of its files; None for as many as `kv_host_cache`.
-        kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
-            None for `auto`.
-        kv_session_ttl: seconds after which a session that is not used is forgotten; None for
-            `DEFAULT_SESSION_TTL`.
-        kv_anchor: lines that are left out of system prompts (`parse_anchor`); None: none.
-        kv_session_from: what names a request's session besides `kv_session`; None: nothing.
+        kv_min_tokens: None for the preset's own, or `DEFAULT_MIN_TOKENS`.
+        kv_admission: None for `forecast` if the policy evicts, and for `prompt` if it does not.
         kv_report_cached: whether each response says what the cache held for its request.
-        kv_page: whether the API server shows the live page.
-        kv_shadow: the share of requests whose answers are compared with the whole cache's.
-        kv_shadow_floor: the agreement below which an application runs with the whole cache.
     """
 
     kv_policy: str = NO_POLICY

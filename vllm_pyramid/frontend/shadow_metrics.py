@@ -49,25 +49,7 @@ class Labels:
 
 
 class ShadowMetrics:
-    """The metrics of `--kv-shadow`; one object per process.
-
-    Metrics (labels: application, cache: `evicted`, or `whole` for requests that evicted nothing):
-        vllm_pyramid:shadow_requests_total          answers that were compared
-        vllm_pyramid:shadow_tokens_total            their tokens behind the first eviction
-        vllm_pyramid:shadow_agreed_tokens_total     those that the whole cache finds likeliest, too
-        vllm_pyramid:shadow_logprob_tokens_total    tokens of answers with log probabilities
-        vllm_pyramid:shadow_lost_nats_total         log probability that they lose with the whole
-                                                    cache (its increases alone)
-
-    Without `cache`:
-        vllm_pyramid:shadow_full                    tenants whose application runs with the whole
-                                                    cache
-
-    Without labels but `reason`:
-        vllm_pyramid:shadow_dropped_total           answers that were not compared: `queue` (full),
-                                                    `busy` (the engine was never idle for long
-                                                    enough), `failed`
-    """
+    """The metrics of `--kv-shadow` (docs/usage.md lists them); one object per process."""
 
     def __init__(self) -> None:
         labels = ["application", "cache"]

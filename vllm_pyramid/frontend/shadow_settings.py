@@ -20,11 +20,7 @@ _FALLBACK = ("policy", "turn_mode")
 
 
 def parse_share(value: object, name: str) -> float | None:
-    """Parse a share: `5%`, or a number above 0 and at most 1; None if it is not given.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parse a share: `5%`, or a number above 0 and at most 1; None is none. Else ValueError."""
     if value is None:
         return None
     number = math.nan
@@ -40,11 +36,7 @@ def parse_share(value: object, name: str) -> float | None:
 
 
 def check_shadow(settings: KVSettings, policy: Policy, overrides: RequestOverrides) -> None:
-    """Refuse to compare answers where it has no effect, or where the whole cache is not allowed.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise ValueError where comparing has no effect, or where the whole cache is not allowed."""
     reason = None
     if settings.kv_shadow is None:
         reason = "kv_shadow_floor is the floor of kv_shadow, which is not given"
