@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pyramid.methods.streaming_heads import RECENT, SINKS
 from vllm_pyramid.tools.calibrate import read_prompts
-from vllm_pyramid.tools.command_parts import Progress, check_writable, refuse_unused
-from vllm_pyramid.tools.heads.command import SHARE, check_sizes
+from vllm_pyramid.tools.command_parts import Progress, check_writable
 
 if TYPE_CHECKING:
     import torch
 
-    from lab.heads.model import StreamingModel
+    from lab.heads.model import HeadModel
+    from lab.heads.scores import HeadScores
     from lab.heads.trial import Trial
-    from vllm_pyramid.tools.heads.scores import HeadScores
 
 # What a mask can be made by, and what `config.json` says of it.
 PROBES = {
     "echo": "echo and induction, the larger of both",
     "mean": "mean attention over texts",
 }
+SHARE = 0.5
 _TOKENS = (8192, 32768)  # of requests whose memory is told
 
 
@@ -75,12 +75,20 @@ def check_flags(args: argparse.Namespace) -> None:
     """
     if args.mask is not None:
         of_folder = () if args.mask.endswith(".json") else ("sinks", "recent")
-        refuse_unused(args, "--mask", others=("probe", "output", *of_folder))
+        unused = ("probe", "output", *of_folder)
+        if given := [f"--{name}" for name in unused if getattr(args, name) is not None]:
+            raise ValueError(f"{', '.join(given)} does not go with --mask: leave it out")
     elif args.output is None:
         raise ValueError("a probe needs --output, a mask that is tried --mask")
     if args.probe == "mean" and args.prompts is None:
         raise ValueError("--probe mean looks at texts: add --prompts, or leave --probe out")
-    check_sizes(args)
+    for name, least, most in (("share", 0, 1), ("sinks", 0, None), ("recent", 1, None)):
+        value = getattr(args, name)
+        if value is not None and not (least <= value and (most is None or value <= most)):
+            raise ValueError(
+                f"--{name} {value:g} must be at least {least}"
+                + (f" and at most {most}" if most is not None else "")
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
     """Run the command with checked flags; returns 0.
 
     Args:
-        prompts: with `prompt` or `prompt_token_ids` each; may be empty.
+        prompts: with `prompt` or `prompttoken_ids` each; may be empty.
 
     Raises:
         ValueError: the model, the mask or a prompt does not fit.
@@ -106,11 +114,11 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
     import torch
     from rich.console import Console
 
-    from lab.heads.model import StreamingModel
+    from lab.heads.model import HeadModel
+    from lab.heads.probe import Repeated
+    from lab.heads.scores import CONFIG, SCORES, HeadScores
     from lab.heads.trial import check_texts, copies, random_masks, try_masks
     from vllm_pyramid.methods.streaming_heads.score_files import check_heads, read_scores
-    from vllm_pyramid.tools.heads.probe import Repeated
-    from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
 
     published = None if args.mask is None else read_scores(Path(args.mask).expanduser())
     share = SHARE if args.share is None else args.share
@@ -118,8 +126,8 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
         "sinks": SINKS if args.sinks is None else args.sinks,
         "recent": RECENT if args.recent is None else args.recent,
     }
-    model = StreamingModel(args.model)
-    texts = _token_ids(args.model, prompts)
+    model = HeadModel(args.model)
+    texts = token_ids(args.model, prompts)
     if published is None:
         if args.probe != "mean":
             model.check_room(Repeated())
@@ -200,19 +208,17 @@ def report(
     return lines
 
 
-def _probed(
-    probe: str | None, model: StreamingModel, texts: Sequence[Sequence[int]]
-) -> torch.Tensor:
+def _probed(probe: str | None, model: HeadModel, texts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return the scores of the model's own heads, `[L, G]`, by one of `PROBES`."""
-    from vllm_pyramid.tools.heads.probe import Repeated
+    from lab.heads.probe import Repeated
 
     return model.mean_attention(texts) if probe == "mean" else model.probe(Repeated())
 
 
-def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the prompts as token ids; the tokenizer is loaded if one is a text."""
-    if all("prompt_token_ids" in prompt for prompt in prompts):
-        return [list(prompt["prompt_token_ids"]) for prompt in prompts]
+    if all("prompttoken_ids" in prompt for prompt in prompts):
+        return [list(prompt["prompttoken_ids"]) for prompt in prompts]
     from transformers import AutoTokenizer
 
     try:
@@ -220,9 +226,9 @@ def _token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[in
     except (OSError, ValueError) as error:
         line = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{model} has no tokenizer, so prompts must be prompt_token_ids: {line}"
+            f"{model} has no tokenizer, so prompts must be prompttoken_ids: {line}"
         ) from error
     return [
-        list(prompt.get("prompt_token_ids") or tokenizer.encode(prompt["prompt"]))
+        list(prompt.get("prompttoken_ids") or tokenizer.encode(prompt["prompt"]))
         for prompt in prompts
     ]

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from lab.heads.probes import mean_attention
+from lab.heads.probe import mean_attention
 from vllm_pyramid.step.rotary import Rotary
 
 pytestmark = pytest.mark.cpu

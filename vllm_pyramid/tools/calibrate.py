@@ -23,7 +23,6 @@ from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.served_settings import NO_POLICY
 from vllm_pyramid.tools.command_parts import Progress, parse_engine_args
-from vllm_pyramid.tools.heads import command as heads
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy
@@ -37,25 +36,26 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "calibrate",
-        help="fit a policy to your prompts: average solved budgets; or measure which KV heads "
-        "look far back (--heads), or where queries lie (--queries)",
+        help="fit a policy to your prompts: average solved budgets",
     )
     parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
     parser.add_argument(
         "--prompts",
+        required=True,
         metavar="FILE.jsonl",
         help='one JSON object a line, with "prompt" (text) or "prompt_token_ids"',
     )
     parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
-    parser.add_argument("--kv-policy", help="a policy that solves budgets (default xkv)")
+    parser.add_argument(
+        "--kv-policy", default="xkv", help="a policy that solves budgets (default xkv)"
+    )
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
-    parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.yaml", help="the policy")
     parser.add_argument(
         "--engine-args",
         metavar="JSON",
         help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
     )
-    heads.add_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -195,25 +195,8 @@ def checked_output(name: str) -> Path:
     return output
 
 
-def _check_needed(args: argparse.Namespace) -> None:
-    """Raise ValueError if a file is missing that the flags ask for."""
-    needed = ["output"] if args.heads else ["prompts", "output"]
-    missing = [f"--{name}" for name in needed if getattr(args, name) is None]
-    if missing:
-        raise ValueError(f"calibrate needs {' and '.join(missing)}")
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns 0 on success."""
-    heads.check_flags(args)
-    _check_needed(args)
-    if args.heads:
-        return heads.run(args)
-    if args.queries:
-        from vllm_pyramid.tools.heads import queries
-
-        return queries.run(args, read_prompts(Path(args.prompts)))
-    args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(
         args.kv_policy,

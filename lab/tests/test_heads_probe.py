@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_pyramid.tools.heads.probe import Repeated, of_kv_heads, retrieval_heads
+from lab.heads.probe import Repeated, of_kv_heads, retrieval_heads
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
