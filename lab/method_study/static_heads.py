@@ -13,10 +13,9 @@ import zlib
 from functools import cached_property
 
 import torch
-from lab.heads.probes import mean_attention
 from model import Kept, Model
 
-from lab.heads.probe import Repeated, of_kv_heads, retrieval_heads
+from lab.heads.probe import Repeated, mean_attention, of_kv_heads, retrieval_heads
 from vllm_pyramid.tools.eval.haystack import Tokens
 
 SINKS, RECENT = 128, 256

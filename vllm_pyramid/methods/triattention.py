@@ -2,7 +2,8 @@
 """Score keys by the queries that a model has on average (TriAttention, arXiv:2604.04921).
 
 Queries without their rotary embedding lie close to a centre, which belongs to the head and not to
-the text. So the attention that a key will get is foretold from its distance alone (measure them in a checkout):
+the text. So the attention that a key will get is foretold from its distance alone.
+The centres are measured once for a model, in a checkout:
 
     python -m lab.heads.queries --model MODEL --prompts FILE.jsonl -o centres.npz
     vllm serve MODEL --kv-policy triattention --kv-policy-args '{"centres": "centres.npz"}'
