@@ -3,8 +3,8 @@
 
 The real engine solves each prompt; a layer's share is its part of the tokens beyond window and
 sinks. The mean shares over the prompts become a policy file with the allocator `shares`, whose
-lengths are known beforehand: a request waits for no scores of other layers and solves nothing
-(XKV's sampling, arXiv:2412.05896: budgets of one application look alike, Fig. 10).
+lengths are known beforehand (XKV's sampling, arXiv:2412.05896: budgets of one application look
+alike, Fig. 10).
 """
 
 from __future__ import annotations
@@ -79,10 +79,7 @@ class Calibration:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Return the prompts of a JSON Lines file, as vLLM takes them.
-
-    ValueError: the file is unreadable or empty, or a line is no such object.
-    """
+    """Return the prompts of a JSON Lines file, as vLLM takes them; ValueError names a wrong one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -108,8 +105,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(reports: Iterable[dict[str, Any]], floor: int) -> Calibration:
-    """Return the shares in the responses' reports (`kv_transfer_params`), beyond `floor`, window
-    and sinks.
+    """Return the shares in the responses' reports (`kv_transfer_params`), beyond `floor`.
 
     ValueError: every prompt fits into the budget.
     """

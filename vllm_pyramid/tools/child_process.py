@@ -52,7 +52,7 @@ class LoggedProcess:
     """A process whose log is part of error messages. It ends with its `with` statement.
 
     Args:
-        command: the program and its arguments. what: its name in error messages.
+        what: its name in error messages.
         offline: whether nothing may be fetched from a hub.
         environment: variables in addition to those of this process.
     """
@@ -146,11 +146,12 @@ class Child(LoggedProcess):
 def run_child(
     module: str, task: Mapping[str, Any], what: str, *, offline: bool
 ) -> Generator[dict[str, Any], None, None]:
-    """Run `python -m module` on one task, and yield its messages as they come; ChildError: it
-    failed.
+    """Run `python -m module` on one task, and yield its messages as they come.
 
-    Every process that it started has ended when the iterator is closed or exhausted. `what` and
-    `offline` are as for `LoggedProcess`.
+    Every process that it started has ended when the iterator is closed or exhausted.
+
+    Raises:
+        ChildError: it failed.
     """
     with Child([sys.executable, "-m", module], what, offline=offline) as child:
         yield from child.finish(task)

@@ -85,10 +85,7 @@ class Engine:
         self._reserved = self.pool.get_new_blocks(spare // self.blocks_of_one)
 
     def send(self, prompt: list[int], params: Any, salt: str | None = None) -> str:
-        """Send a request, and return its name, which no other request has had.
-
-        It finds what came with the same `salt`.
-        """
+        """Send a request, which finds what came with the same `salt`; return its new name."""
         self._count += 1
         name = str(self._count)
         salted = {} if salt is None else {"cache_salt": salt}

@@ -32,7 +32,7 @@ class Variant:
         policy: a policy's name or file, `stock` or `stock-prefix-caching`.
         budget: as on the command line; None where nothing is evicted.
         cache_dtype: of the KV cache, as `--kv-cache-dtype` names it; None for the model's.
-        turn_mode: how recorded sessions go on; None where nothing is evicted.
+        turn_mode: how sessions go on; None where nothing is evicted, or without sessions.
     """
 
     policy: str
@@ -114,14 +114,13 @@ class Job:
         num_prompts: requests, or conversations.
         pool_prompts: the KV cache has blocks for this many whole requests without eviction.
         engine_args: the user's arguments of every engine.
-        kv_swap_space: GiB of host memory for V, where a policy keeps it there; None for as much as
-            the KV cache.
+        kv_swap_space: GiB of host memory for V; None for as much as the KV cache.
         turns: of each conversation.
         shared_len: tokens with which all prompts begin.
         concurrency: requests or conversations under way at once; None: all.
         resume: whether turns go on with what our policies have kept of the turn before.
         prefix_caching: whether our policies share prefixes, those that can.
-        host_cache: GiB of host memory for a second tier, where a variant has one; None: none has.
+        host_cache: GiB of host memory for a second tier; None: none.
 
     Raises:
         ValueError: the requests are longer than the model allows.

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of each measure of `vllm-pyramid bench`.
-
-A measure is a pydantic model: its fields make the flags, their help and their validation.
-"""
+"""The options of each measure of `vllm-pyramid bench`: fields make flags, help and validation."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ def gpu_share(engines: int) -> float:
 
 
 class Engines:
-    """The processes of a bench; use it in a `with` statement. `on_stage` is told what is being
-    done.
+    """The processes of a bench, which run `module`; use it in a `with` statement.
 
     Variants of one policy may `share` an engine, since each request has its own budget, unless they
     have to hold requests at the same time.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pyramid demo`, or `make demo`: run one prompt of real text with three policies.
 
-A fact is hidden in the text and asked for at its end. For each policy: the answer, how many tokens
-every layer keeps, how many blocks the request holds before and after the eviction, and the speed.
-All numbers are the engine's own; where it does not report them, or did not evict, the demonstration
-fails. An engine of any policy serves requests that keep everything, so two engines are enough.
+A fact is hidden in the text and asked for at its end. All numbers are the engine's own; where it
+does not report them, or did not evict, the demonstration fails. An engine of any policy serves
+requests that keep everything, so two engines are enough.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def work_of(
 
 
 def run_engine(work: Work, on_stage: Callable[[str], None]) -> Iterator[tuple[str, Result]]:
-    """Run an engine in a process, and yield each policy and its result; `on_stage` is told the
-    stage.
+    """Run an engine in a process, and yield each policy and its result.
 
     ChildError: the process failed (with the end of its log), gave no answer, or its engine evicted
     nothing although the policy has a budget.

@@ -67,9 +67,9 @@ def compare(
     """Return the results, `[budgets][prompts]`.
 
     Args:
-        policy, policy_args: as for `LLM`. policy_name: as the engine reports it.
+        policy_name: as the engine reports it.
         prompts: token ids. answer_tokens: most tokens of an answer; it ends with the text.
-        on_stage: gets what is being done. on_result: is called for each answer.
+        on_result: is called for each answer.
 
     Raises:
         ChildError: an engine failed. RuntimeError: an answer was not compared.
