@@ -20,8 +20,8 @@ from vllm_pyramid.frontend import shadow_metrics
 from vllm_pyramid.frontend.sessions import NO_TENANT, Key
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.frontend.shadow import APPLICATION_KEY, Shadow, can_be_compared
-from vllm_pyramid.frontend.shadow_judge import MIN_COMPARISONS, WINDOW, Comparison, ShadowJudge
-from vllm_pyramid.frontend.shadow_metrics import MAX_LABELS, Labels
+from vllm_pyramid.frontend.shadow_judge import MIN_COMPARISONS, WINDOW, ShadowJudge
+from vllm_pyramid.frontend.shadow_metrics import MAX_LABELS, Comparison, Labels
 from vllm_pyramid.policy.limits import MAX_APPLICATIONS
 from vllm_pyramid.policy.request import check_request
 

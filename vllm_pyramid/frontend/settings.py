@@ -18,11 +18,12 @@ from vllm_pyramid.frontend.anchor import parse_anchor
 from vllm_pyramid.frontend.setting_values import (
     bytes_of,
     check_folder,
+    check_shadow,
     parse_gib,
     parse_keep,
     parse_policy_args,
+    parse_share,
 )
-from vllm_pyramid.frontend.shadow_settings import check_shadow, parse_share
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, refusal_of, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
@@ -175,8 +176,9 @@ class KVSettings:
             )
         else:
             self._overrides.check_policy(self._loaded_policy)
-        if self.kv_shadow is not None or self.kv_shadow_floor is not None:
-            check_shadow(self, self._loaded_policy, self._overrides)
+        share = parse_share(self.kv_shadow, "kv_shadow")
+        if share is not None or self.kv_shadow_floor is not None:
+            check_shadow(share, self._loaded_policy, self._overrides)
         if parse_keep(self.kv_keep) is not None:
             _check_keep(self._loaded_policy)
         if sources is not None and self._turn_mode != EXACT:

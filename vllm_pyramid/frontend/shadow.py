@@ -25,8 +25,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm_pyramid.compat import finished_requests
 from vllm_pyramid.compat.finished_requests import FinishedRequest, is_idle
 from vllm_pyramid.frontend.sessions import Key, Tenants
-from vllm_pyramid.frontend.shadow_judge import Comparison, ShadowJudge
-from vllm_pyramid.frontend.shadow_metrics import ShadowMetrics
+from vllm_pyramid.frontend.shadow_judge import ShadowJudge
+from vllm_pyramid.frontend.shadow_metrics import Comparison, ShadowMetrics
 from vllm_pyramid.policy.request import (
     FULL_POLICY,
     KEEP_EVERYTHING,
