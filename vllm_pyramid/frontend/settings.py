@@ -126,41 +126,36 @@ class KVSettings:
         if self.kv_admission not in (None, *ADMISSIONS):
             known = " or ".join(ADMISSIONS)
             raise ValueError(f"kv_admission must be {known}, not {self.kv_admission!r}")
-        if not isinstance(self.kv_report_cached, bool):
-            raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
-        if not isinstance(self.kv_page, bool):
-            raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
+        for key in (REPORT_KEY, PAGE_KEY):
+            if not isinstance(given := getattr(self, key), bool):
+                raise ValueError(f"{key} must be true or false, not {given!r}")
         sources = list(parse_session_from(self.kv_session_from)) or None
-        object.__setattr__(self, SESSION_KEY, sources)
         anchor = list(parse_anchor(self.kv_anchor)) or None
-        object.__setattr__(self, ANCHOR_KEY, anchor)
         of_servers = {"--kv-page": self.kv_page, "--kv-session-from": sources}
-        for flag, given in {**of_servers, "--kv-anchor": anchor}.items():
-            if given and self.kv_policy == NO_POLICY:
+        for flag, value in {**of_servers, "--kv-anchor": anchor}.items():
+            if value and self.kv_policy == NO_POLICY:
                 raise ValueError(
                     f"{flag} has an effect with a policy alone: choose one with --kv-policy, or "
                     "leave it out"
                 )
-        for key in SHADOW_KEYS:
-            object.__setattr__(self, key, parse_share(getattr(self, key), key))
+        parsed: dict[str, object] = {SESSION_KEY: sources, ANCHOR_KEY: anchor}
+        parsed |= {key: parse_share(getattr(self, key), key) for key in SHADOW_KEYS}
         if self.kv_request_overrides is not None:
-            overrides = parse_overrides(self.kv_request_overrides)
-            object.__setattr__(self, "kv_request_overrides", overrides)
+            parsed["kv_request_overrides"] = parse_overrides(self.kv_request_overrides)
         if self.kv_max_request_budget is not None:
             try:
-                limit = Budget.parse(self.kv_max_request_budget).value
+                parsed["kv_max_request_budget"] = Budget.parse(self.kv_max_request_budget).value
             except ValueError as error:
                 raise ValueError(f"kv_max_request_budget: {error}") from None
-            object.__setattr__(self, "kv_max_request_budget", limit)
-        min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
-        object.__setattr__(self, "kv_min_tokens", min_tokens)
-        object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
-        object.__setattr__(self, "kv_swap_space", parse_gib(self.kv_swap_space, "kv_swap_space"))
-        for key in ("kv_host_cache", "kv_host_cache_dir_gib"):
-            object.__setattr__(self, key, parse_gib(getattr(self, key), key))
+        parsed["kv_min_tokens"] = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
+        parsed["kv_policy_args"] = parse_policy_args(self.kv_policy_args)
+        for key in ("kv_swap_space", "kv_host_cache", "kv_host_cache_dir_gib"):
+            parsed[key] = parse_gib(getattr(self, key), key)
+        parsed["kv_session_ttl"] = parse_session_ttl(self.kv_session_ttl)
+        for key, value in parsed.items():
+            object.__setattr__(self, key, value)
         check_folder(self.kv_host_cache_dir, self.kv_host_cache, self.kv_host_cache_dir_gib)
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
-        object.__setattr__(self, "kv_session_ttl", parse_session_ttl(self.kv_session_ttl))
         if self.kv_policy == NO_POLICY:
             given = [key for key in CONFIG_KEYS[1:] if getattr(self, key) not in (None, {})]
             if given:
