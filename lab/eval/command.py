@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from lab.eval.run import Answer, Settings
     from lab.eval.task import Task
 
-__all__ = ["main", "parse_args"]
-
 _ABOUT_DIGITS = (
     "Exact match counts whole numbers, the other tables their digits one by one. Where every digit "
     "is a token, a policy that pools scores over few positions finds a number and loses its end; "
@@ -134,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("the tables need pandas: pip install -e '.[dev]'")
 
     from lab.eval.run import Run, Store
-    from vllm_pyramid.tools.eval.engine import ChildError, orderly_termination
+    from vllm_pyramid.tools.child_process import ChildError, orderly_termination
     from vllm_pyramid.tools.eval.haystack import load_tokens
 
     if not args.no_pictures and find_spec("matplotlib") is None:

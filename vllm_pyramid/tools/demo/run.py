@@ -20,15 +20,10 @@ from rich.panel import Panel
 from rich.table import Table
 
 from vllm_pyramid.policy import RECOMMENDED
+from vllm_pyramid.tools.child_process import ChildError, orderly_termination
 from vllm_pyramid.tools.command_parts import Progress
 from vllm_pyramid.tools.demo import model_path
-from vllm_pyramid.tools.eval.engine import (
-    ChildError,
-    Request,
-    Work,
-    answer_all,
-    orderly_termination,
-)
+from vllm_pyramid.tools.eval.engine import Request, Work, answer_all
 from vllm_pyramid.tools.eval.haystack import load_tokens
 from vllm_pyramid.tools.eval.phrases import CODE, begins_with, make_name, make_number
 from vllm_pyramid.tools.eval.result import Result

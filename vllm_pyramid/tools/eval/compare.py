@@ -19,8 +19,6 @@ from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import CODE, held_out_facts
 from vllm_pyramid.tools.eval.result import Reference, Result
 
-__all__ = ["Row", "compare", "made_up_prompts", "row_of"]
-
 FULL = "full"
 
 

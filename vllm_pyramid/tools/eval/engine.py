@@ -21,16 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from vllm_pyramid.frontend.model_shape import shape_of_model
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request_keys import RESUME
-from vllm_pyramid.tools.child_process import (
-    ChildError,
-    orderly_termination,
-    read_task,
-    run_child,
-    say,
-)
+from vllm_pyramid.tools.child_process import read_task, run_child, say
 from vllm_pyramid.tools.eval.result import REFERENCE_TOKENS, EvictionReport, Reference, Result
-
-__all__ = ["ChildError", "Request", "Work", "answer_all", "orderly_termination"]
 
 
 class Request(BaseModel):
