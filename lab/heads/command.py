@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int:
     """Run the command with checked flags; returns 0.
 
     Args:
-        prompts: with `prompt` or `prompttoken_ids` each; may be empty.
+        prompts: with `prompt` or `prompt_token_ids` each; may be empty.
 
     Raises:
         ValueError: the model, the mask or a prompt does not fit.
@@ -217,8 +217,8 @@ def _probed(probe: str | None, model: HeadModel, texts: Sequence[Sequence[int]])
 
 def token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the prompts as token ids; the tokenizer is loaded if one is a text."""
-    if all("prompttoken_ids" in prompt for prompt in prompts):
-        return [list(prompt["prompttoken_ids"]) for prompt in prompts]
+    if all("prompt_token_ids" in prompt for prompt in prompts):
+        return [list(prompt["prompt_token_ids"]) for prompt in prompts]
     from transformers import AutoTokenizer
 
     try:
@@ -226,9 +226,9 @@ def token_ids(model: str, prompts: Sequence[Mapping[str, Any]]) -> list[list[int
     except (OSError, ValueError) as error:
         line = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{model} has no tokenizer, so prompts must be prompttoken_ids: {line}"
+            f"{model} has no tokenizer, so prompts must be prompt_token_ids: {line}"
         ) from error
     return [
-        list(prompt.get("prompttoken_ids") or tokenizer.encode(prompt["prompt"]))
+        list(prompt.get("prompt_token_ids") or tokenizer.encode(prompt["prompt"]))
         for prompt in prompts
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -173,9 +174,9 @@ class HeadModel:
 
     def rotary(self, positions: int) -> Rotary:
         """Return the rotary embedding of all layers, on the CPU; ValueError: they share none."""
-        return self._rotary(positions, halves=self._pairs_halves)
+        return self._rotary(positions, *self._pairs)
 
-    def _rotary(self, positions: int, *, halves: bool) -> Rotary:
+    def _rotary(self, positions: int, halves: bool, spread: bool) -> Rotary:
         modules = self.model.named_modules()
         found = [module for place, module in modules if place.endswith("rotary_emb")]
         if len(found) != 1:
@@ -184,18 +185,23 @@ class HeadModel:
         here = torch.arange(positions, device=device)[None]
         with torch.inference_mode():
             cos, sin = found[0](torch.zeros(1, dtype=torch.float32, device=device), here)
-        kept = slice(0, cos.shape[-1] // 2) if halves else slice(0, None, 2)
-        return Rotary(torch.cat([cos[0, :, kept], sin[0, :, kept]], dim=-1).float().cpu(), halves)
+        # Each angle stands there twice: next to each other, or in either half.
+        kept = slice(0, None, 2) if spread else slice(0, cos.shape[-1] // 2)
+        table = torch.cat([cos[0, :, kept], sin[0, :, kept]], dim=-1)
+        return Rotary(table.float().cpu(), halves)
 
     @cached_property
-    def _pairs_halves(self) -> bool:
-        """Which channels are pairs: repeated, a token has the same queries at all positions."""
+    def _pairs(self) -> tuple[bool, bool]:
+        """Whether channels of two halves are pairs, and whether equal angles are neighbours.
+
+        A repeated token has the same queries at all positions when the embedding is undone.
+        """
         ids = [self.ordinary_ids()[0]] * 16
-        for halves in (True, False):
-            queries = self._unrotated(ids, self._rotary(len(ids), halves=halves))
+        for halves, spread in product((True, False), repeat=2):
+            queries = self._unrotated(ids, self._rotary(len(ids), halves, spread))
             apart = (queries - queries[:, :1]).norm(dim=-1) / queries.norm(dim=-1)
             if float(apart.max()) < _NEAR:
-                return halves
+                return halves, spread
         raise ValueError(_NO_ROTARY)
 
     def logits(

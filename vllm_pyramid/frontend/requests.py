@@ -165,12 +165,13 @@ class PolicyRequestChecks:
 def _layers_of(config: Any) -> Layers | None:
     """Return the layers that evict; None where only the scheduler knows them."""
     model = config.model_config
-    text, longest = model.hf_text_config, model.max_model_len
+    text = model.hf_text_config
     if getattr(text, "num_kv_shared_layers", 0):
         return None
     count = int(model.get_total_num_hidden_layers())
-    if has_other_layers(text, longest):
-        count = sum(kind in (FULL, BOTH) for kind in layer_kinds(text, longest))
+    if has_other_layers(text, model.max_model_len):
+        kinds = layer_kinds(text, model.max_model_len)
+        count = sum(kind in (FULL, BOTH) for kind in kinds)
     return Layers(count, config.cache_config.block_size)
 
 
