@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lab.heads.command import token_ids
+from lab.heads.__main__ import token_ids
 from lab.heads.model import HeadModel
 from vllm_pyramid.methods.triattention import Centres
 from vllm_pyramid.tools.calibrate import read_prompts

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lab.eval import command
+from lab.eval import __main__ as command
 from lab.eval import run as run_module
-from lab.eval.command import main
+from lab.eval.__main__ import main
 from lab.eval.registry import load_task
 from lab.eval.run import REFERENCE, Run, Settings, Store
 from lab.eval.tables import COLUMNS, as_json, as_markdown, rows_of, tables

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lab.heads import model as models
-from lab.heads.command import main
+from lab.heads.__main__ import main
 from lab.heads.model import HeadModel, streaming_attention, whole_attention
 from lab.heads.probe import Repeated
 from lab.heads.scores import CONFIG, SCORES, HeadScores
