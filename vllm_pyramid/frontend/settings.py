@@ -152,8 +152,8 @@ class KVSettings:
         for key in ("kv_swap_space", "kv_host_cache", "kv_host_cache_dir_gib"):
             parsed[key] = parse_gib(getattr(self, key), key)
         parsed["kv_session_ttl"] = parse_session_ttl(self.kv_session_ttl)
-        for key, value in parsed.items():
-            object.__setattr__(self, key, value)
+        for key, result in parsed.items():
+            object.__setattr__(self, key, result)
         check_folder(self.kv_host_cache_dir, self.kv_host_cache, self.kv_host_cache_dir_gib)
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
         if self.kv_policy == NO_POLICY:
