@@ -31,7 +31,6 @@ NEEDED = (
     "vllm_pyramid/frontend/live_page/page.js",
     "vllm_pyramid/py.typed",
     "vllm_pyramid/tools/demo/model/model.safetensors",
-    "vllm_pyramid/tools/show/page.html",
 )
 
 

@@ -21,7 +21,6 @@ import yaml
 
 from tests.plumbing.server import Server, free_port, members, serving
 from vllm_pyramid.frontend.settings import KVSettings
-from vllm_pyramid.tools.bench.recordings import read_sessions
 from vllm_pyramid.tools.eval.haystack import topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
@@ -80,13 +79,6 @@ def test_every_example_is_run() -> None:
         if path.is_file():
             assert f'"{path.name}"' in text, f"{path.name} is not run here"
             assert f"examples/{path.name}" in usage, f"docs/usage.md does not name {path.name}"
-
-
-def test_the_recorded_agents() -> None:
-    """tests/tools/bench replays them."""
-    sessions = read_sessions(EXAMPLES / "agents.jsonl")
-    assert [session.branch_of for session in sessions] == [None, "averages", None]
-    assert (EXAMPLES / "agents.jsonl").stat().st_size < 20_000
 
 
 def test_own_scorer(random_model: Path, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_bench_stages_are_commands_that_the_bench_takes(
     script: ModuleType, tmp_path: Path, memory_gib: float
 ) -> None:
     """Parsed, planned and checked as the bench does it, up to the engines; they find room."""
-    from vllm_pyramid.tools.bench.options import parse
+    from vllm_pyramid.tools.bench.options import MEASURES, parse
     from vllm_pyramid.tools.bench.prepare import prepare
     from vllm_pyramid.tools.bench.processes import gpu_share
     from vllm_pyramid.tools.cli import _build_parser
@@ -185,7 +185,7 @@ def test_bench_stages_are_commands_that_the_bench_takes(
         line = script.command(script.fitted(stage, memory_gib), tmp_path / "result.out")
         assert line[1:3] == ["-m", "vllm_pyramid.tools.cli"]
         args = _build_parser().parse_args(line[3:])
-        options = parse(args.measure, vars(args))
+        options = parse(MEASURES[args.measure], vars(args))
         assert options.json_file == tmp_path / "result.out"
         prepared = prepare(options, tmp_path)
         job, shape = prepared.job, prepared.job.shape

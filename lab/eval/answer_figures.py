@@ -13,8 +13,6 @@ from lab.eval.task import Figure
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
 
-__all__ = ["ANSWER_TOKENS", "SPEED", "answer_figures", "with_interval"]
-
 ANSWER_TOKENS = "tokens of an answer, up to its stop text"
 SPEED = "generated tokens a second"
 

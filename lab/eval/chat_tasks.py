@@ -19,8 +19,6 @@ from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import CODE, held_out_facts
 from vllm_pyramid.tools.eval.result import Result
 
-__all__ = ["TASKS"]
-
 _GIVEN = 8  # words that begin a quotation, of a sentence with twice as many at least
 _EXPLAIN = "Explain in your own words what the text above says about this: {}"
 

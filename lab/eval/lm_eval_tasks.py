@@ -36,8 +36,6 @@ from lab.eval.task import Figure, Sample, Task
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
 
-__all__ = ["LmEvalTask", "load_tasks", "longbench_tasks", "ruler_tasks"]
-
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 _LONGBENCH = Path(lm_eval.tasks.__file__).parent / "longbench"

@@ -14,8 +14,6 @@ from lab.eval.run import Answer
 from lab.eval.tables import titled
 from vllm_pyramid.tools.eval.result import EvictionReport
 
-__all__ = ["draw"]
-
 _MARKERS = "os^Dv*XP<>"
 _LINES = ("-", "--", "-.", ":")
 

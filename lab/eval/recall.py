@@ -10,8 +10,6 @@ import numpy as np
 from vllm_pyramid.step.trace_files import rows_per_layer
 from vllm_pyramid.tools.eval.result import Result
 
-__all__ = ["Measured", "Recalls"]
-
 
 class Measured(Result):
     """What the engine returned for a prompt.

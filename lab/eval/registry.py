@@ -8,8 +8,6 @@ import difflib
 from lab.eval import chat_tasks, text_tasks
 from lab.eval.task import Task
 
-__all__ = ["GENERATED", "load_task"]
-
 GENERATED: dict[str, type[Task]] = {
     task.name: task for task in (*text_tasks.TASKS, *chat_tasks.TASKS)
 }

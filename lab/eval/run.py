@@ -25,8 +25,6 @@ from vllm_pyramid.tools.eval.engine import Request, Work, answer_all
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Result
 
-__all__ = ["REFERENCE", "Answer", "Job", "Run", "Settings", "Store", "budgets_of"]
-
 # The label of the whole cache's answers, with which others are compared.
 REFERENCE = "the whole cache's own answers"
 

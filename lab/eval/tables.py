@@ -19,8 +19,6 @@ from rich.text import Text
 
 from lab.eval.run import Answer
 
-__all__ = ["COLUMNS", "as_json", "as_markdown", "rows_of", "tables", "titled"]
-
 # score: over all seeds' samples. low, high: its 95 % interval. n: samples over all seeds. memory:
 # cache blocks held after the last eviction, as a share of the full cache's. read: of the pages that
 # generated tokens see, those that they read, where a policy selects. length: in tokens, 0 where

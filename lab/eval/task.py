@@ -23,17 +23,6 @@ from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import begins_with
 from vllm_pyramid.tools.eval.result import Result
 
-__all__ = [
-    "DIGITS_METRIC",
-    "AgreementTask",
-    "Figure",
-    "GeneratedTask",
-    "NumberTask",
-    "Sample",
-    "Task",
-    "seed_of",
-]
-
 DIGITS_METRIC = "digits right at their place"
 _INTERVAL = (0.025, 0.975)
 _NORMAL = NormalDist().inv_cdf(_INTERVAL[1])

@@ -18,8 +18,6 @@ from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import CODE, DIGITS, Question, held_out_facts, make_names
 from vllm_pyramid.tools.eval.result import Result
 
-__all__ = ["NUMBER_TOKENS", "TASKS"]
-
 # A number can take a token a digit, and there are a space and a full stop around it.
 NUMBER_TOKENS = DIGITS + 4
 _SEAM = 2  # tokens that two texts may have more as one than apart; no tokenizer seen has any

@@ -14,8 +14,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.tools.command_parts import split_cache_dtype
 
-__all__ = ["Variant", "budgets_of", "parse_variants"]
-
 # Behind an @: requests say where their conversation's earlier turns ended.
 TURNS = "turns"
 # A name, then the brace of its arguments, the comma of the next policy, or the end.

@@ -1,29 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Transformers model some of whose KV heads stream: they see the first and the recent tokens.
+"""A Transformers model whose KV heads can be probed, and made to stream as in DuoAttention.
 
-At each position of the prompt, as in DuoAttention.
+Only the model's attention function is replaced, by PyTorch's own attention.
 
 Shape legend: L layers, T tokens, H query heads, G KV heads, D head size.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from lab.heads.probes import LENGTH, mean_attention
+from lab.heads.probe import LENGTH, Repeated, mean_attention, of_kv_heads
+from lab.heads.scores import HeadScores
 from vllm_pyramid.step.rotary import Rotary
-from vllm_pyramid.tools.heads.model import HeadModel, whole_attention
-from vllm_pyramid.tools.heads.scores import HeadScores
 
-_CHUNK = 1024  # queries of streaming heads at a time
-_NO_ROTARY = (
-    "mean attention is measured without rotary embedding, and this model's layers do not all have "
-    "one that can be undone: take --probe echo"
+_NAME = "vllm_pyramid_heads"
+_OTHER = ("sliding_window", "softcap", "s_aux")  # what Transformers hands to attention functions
+_PLAIN = (
+    "heads are probed in models whose layers all have full attention with KV heads, without "
+    "sliding windows, capped logits, learned sinks or latent vectors; this model has others"
 )
+_NO_ROTARY = (
+    "queries are measured without rotary embedding, and this model's layers do not all have the "
+    "same one that can be undone (python -m lab.heads: take --probe echo)"
+)
+_CHUNK = 1024  # queries of streaming heads at a time
+_NEAR = 1e-3  # relative distance of two equal queries after their rotary embedding is undone
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def whole_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return causal attention `[1, H, T, D]` of `[1, H, T, D]` queries to `[1, G, T, D]` keys."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
 def streaming_attention(
@@ -47,8 +63,72 @@ def streaming_attention(
     return torch.cat(found, dim=2)
 
 
-class StreamingModel(HeadModel):
-    """A model whose heads can be made to stream."""
+class HeadModel:
+    """A causal language model of Transformers, on a GPU if there is one, else in float32.
+
+    ValueError: it cannot be loaded, or its layers do not all have plain attention. Some kinds show
+    when the model runs first.
+
+    Attributes:
+        attentions: its attention modules, `[L]`.
+        longest: positions of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        AttentionInterface.register(_NAME, _attention)
+        on_gpu = torch.cuda.is_available()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype="auto" if on_gpu else torch.float32,  # many CPUs are slow at 16 bits
+                attn_implementation=_NAME,
+            )
+        except (OSError, ValueError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise ValueError(f"Transformers cannot load the model {name}: {line}") from error
+        self.model: Any = model.to("cuda" if on_gpu else "cpu").eval()
+        own = [module for module in self.model.modules() if hasattr(module, "num_key_value_groups")]
+        config = self.model.config
+        latent = getattr(config, "kv_lora_rank", None) is not None
+        if len(own) != getattr(config, "num_hidden_layers", None) or latent:
+            raise ValueError(_PLAIN)
+        for module in own:
+            module.heads = self
+        self._attend: Attend | None = None
+        self.attentions = own
+        self.layers = len(own)
+        self.kv_heads, self.heads = int(config.num_key_value_heads), int(config.num_attention_heads)
+        self.vocabulary = int(config.vocab_size)
+        self.longest = int(config.max_position_embeddings)
+
+    def ordinary_ids(self) -> range:
+        """Return the middle half of the vocabulary; special tokens stand at either end."""
+        return range(self.vocabulary // 4, self.vocabulary * 3 // 4)
+
+    def check_room(self, probe: Repeated) -> None:
+        """Raise ValueError if the model cannot read the repeated tokens."""
+        tokens = probe.period * probe.copies
+        if tokens > self.longest or probe.period > len(self.ordinary_ids()):
+            raise ValueError(
+                f"the probe's {probe.copies} copies of {probe.period} tokens do not fit into the "
+                f"model's {self.longest} positions and {self.vocabulary} token ids"
+            )
+
+    def probe(self, probe: Repeated) -> torch.Tensor:
+        """Return the larger share of echo and induction of each KV head, `[L, G]` float64."""
+        found = torch.zeros(self.layers, self.kv_heads, dtype=torch.float64)
+
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        ) -> torch.Tensor:
+            shares = probe.echo_and_induction(q[0].transpose(0, 1).cpu(), k[0].cpu(), scale)
+            found[layer] = of_kv_heads(torch.maximum(*shares), self.kv_heads)
+            return whole_attention(q, k, v, scale)
+
+        self.run(probe.tokens(self.ordinary_ids()), attend, 1)
+        return found
 
     def mean_attention(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return how far back the mean query looks in each KV head, `[L, G]` float64.
@@ -59,7 +139,7 @@ class StreamingModel(HeadModel):
             ValueError: the model's rotary embedding cannot be undone.
         """
         found = torch.zeros(self.layers, self.kv_heads, dtype=torch.float64)
-        rotary = self._rotary(max(LENGTH, *map(len, texts)))
+        rotary = self.rotary(max(LENGTH, *map(len, texts)))
 
         def attend(
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -72,27 +152,56 @@ class StreamingModel(HeadModel):
             self.run(ids, attend, 1)
         return found / len(texts)
 
-    @torch.inference_mode()
-    def _rotary(self, positions: int) -> Rotary:
-        """Return the rotary embedding of all layers, tried against the model's own function."""
-        embedding = getattr(self.model.model, "rotary_emb", None)
-        if not all(getattr(module, "use_rope", True) for module in self.attentions):
+    def queries(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the queries of tokens without rotary embedding: `[L, T, H, D]` float32.
+
+        Raises:
+            ValueError: the rotary embedding cannot be undone.
+        """
+        return self._unrotated(ids, self.rotary(len(ids)))
+
+    def _unrotated(self, ids: Sequence[int], rotary: Rotary) -> torch.Tensor:
+        found, positions = list[torch.Tensor](), torch.arange(len(ids))
+
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        ) -> torch.Tensor:
+            found.append(rotary.turn_back(q[0].transpose(0, 1).float().cpu(), positions))
+            return whole_attention(q, k, v, scale)
+
+        self.run(ids, attend, 1)
+        return torch.stack(found)
+
+    def rotary(self, positions: int) -> Rotary:
+        """Return the rotary embedding of all layers, on the CPU; ValueError: they share none."""
+        return self._rotary(positions, *self._pairs)
+
+    def _rotary(self, positions: int, halves: bool, spread: bool) -> Rotary:
+        modules = self.model.named_modules()
+        found = [module for place, module in modules if place.endswith("rotary_emb")]
+        if len(found) != 1:
             raise ValueError(_NO_ROTARY)
-        attention = type(self.attentions[0])
-        apply = getattr(sys.modules[attention.__module__], "apply_rotary_pos_emb", None)
-        if embedding is None or apply is None:
-            raise ValueError(_NO_ROTARY)
-        here = torch.arange(positions, device=self.model.device)
-        cos, sin = embedding(torch.zeros(1, device=here.device), here[None])
-        size = cos.shape[-1]
-        x = torch.randn(1, 1, positions, size, generator=torch.Generator().manual_seed(0))
-        turned = apply(x.to(here.device), x.to(here.device), cos, sin)[0].cpu()
-        # Angles of halves or of pairs, for channels that are paired in either way.
-        for kept in (slice(0, size // 2), slice(0, size, 2)):
-            table = torch.cat([cos[0, :, kept], sin[0, :, kept]], dim=-1).cpu()
-            for rotary in (Rotary(table, halves=True), Rotary(table, halves=False)):
-                if torch.allclose(rotary.turn(x, *rotary.at(here.cpu())), turned, atol=1e-4):
-                    return rotary
+        device = self.model.device
+        here = torch.arange(positions, device=device)[None]
+        with torch.inference_mode():
+            cos, sin = found[0](torch.zeros(1, dtype=torch.float32, device=device), here)
+        # Each angle stands there twice: next to each other, or in either half.
+        kept = slice(0, None, 2) if spread else slice(0, cos.shape[-1] // 2)
+        table = torch.cat([cos[0, :, kept], sin[0, :, kept]], dim=-1)
+        return Rotary(table.float().cpu(), halves)
+
+    @cached_property
+    def _pairs(self) -> tuple[bool, bool]:
+        """Whether channels of two halves are pairs, and whether equal angles are neighbours.
+
+        A repeated token has the same queries at all positions when the embedding is undone.
+        """
+        ids = [self.ordinary_ids()[0]] * 16
+        for halves, spread in product((True, False), repeat=2):
+            queries = self._unrotated(ids, self._rotary(len(ids), halves, spread))
+            apart = (queries - queries[:, :1]).norm(dim=-1) / queries.norm(dim=-1)
+            if float(apart.max()) < _NEAR:
+                return halves, spread
         raise ValueError(_NO_ROTARY)
 
     def logits(
@@ -125,3 +234,32 @@ class StreamingModel(HeadModel):
             return out.flatten(1, 2)
 
         return self.run(ids, attend, last)
+
+    @torch.inference_mode()
+    def run(self, ids: Sequence[int], attend: Attend, last: int) -> torch.Tensor:
+        """Run the model with `attend` in all layers; return `[last, vocabulary]` float32 logits."""
+        tokens = torch.tensor([list(ids)], device=self.model.device)
+        self._attend = attend
+        try:
+            output = self.model(input_ids=tokens, use_cache=False, logits_to_keep=last)
+        finally:
+            self._attend = None
+        logits: torch.Tensor = output.logits[0].float().cpu()
+        return logits
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as the probed model's present run says: `[1, H or G, T, D]` to `[1, T, H, D]`."""
+    if any(more.get(name) is not None for name in _OTHER):
+        raise ValueError(_PLAIN)
+    attend: Attend = module.heads._attend
+    out = attend(module.layer_idx, query, key, value, scaling)
+    return out.transpose(1, 2).contiguous(), None

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.heads.model import StreamingModel
-from vllm_pyramid.tools.heads.probe import Repeated, retrieval_heads
-from vllm_pyramid.tools.heads.scores import HeadScores
+from lab.heads.model import HeadModel
+from lab.heads.probe import Repeated, retrieval_heads
+from lab.heads.scores import HeadScores
 
 LAST = 256  # tokens of a copy or text that are looked at
 RANDOM = 3  # random masks
@@ -41,7 +41,7 @@ def copies(scores: HeadScores) -> Repeated:
     return Repeated(max(2 * (scores.sinks + scores.recent), LAST + 2), 2)
 
 
-def check_texts(texts: Sequence[Sequence[int]], scores: HeadScores, model: StreamingModel) -> None:
+def check_texts(texts: Sequence[Sequence[int]], scores: HeadScores, model: HeadModel) -> None:
     """Raise ValueError for a text that masks cannot change, or that the model cannot read."""
     least = scores.sinks + scores.recent + LAST
     for number, ids in enumerate(texts, start=1):
@@ -61,7 +61,7 @@ def random_masks(mask: torch.Tensor) -> list[torch.Tensor]:
 
 
 def try_masks(
-    model: StreamingModel,
+    model: HeadModel,
     scores: HeadScores,
     masks: Sequence[torch.Tensor | None],
     texts: Sequence[Sequence[int]],

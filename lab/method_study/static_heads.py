@@ -2,7 +2,7 @@
 """Static masks: some KV heads keep a whole prompt, the others its first and last tokens.
 
 The first 128 and last 256 stay in every head, as with DuoAttention (arXiv:2410.10819). Which heads
-keep everything is decided once for a model by a probe of `vllm_pyramid.tools.heads`, or at
+keep everything is decided once for a model by a probe of `lab.heads`, or at
 random for each prompt.
 """
 
@@ -15,9 +15,8 @@ from functools import cached_property
 import torch
 from model import Kept, Model
 
-from lab.heads.probes import mean_attention
+from lab.heads.probe import Repeated, mean_attention, of_kv_heads, retrieval_heads
 from vllm_pyramid.tools.eval.haystack import Tokens
-from vllm_pyramid.tools.heads.probe import Repeated, of_kv_heads, retrieval_heads
 
 SINKS, RECENT = 128, 256
 PROBES = ("echo", "mean attention", "random")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.certified import command
-from lab.certified.command import main
+from lab.certified import __main__ as command
+from lab.certified.__main__ import main
 from lab.certified.groups import (
     Group,
     Prompt,

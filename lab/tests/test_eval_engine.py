@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab.eval.command import main
+from lab.eval.__main__ import main
 from lab.eval.recall import take_recalls
 from lab.eval.registry import load_task
 from lab.eval.run import Run, Settings, Store

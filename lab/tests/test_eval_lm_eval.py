@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lab.eval import command
+from lab.eval import __main__ as command
 from lab.eval import run as run_module
 from lab.eval.answer_figures import ANSWER_TOKENS, SPEED, with_interval
 from lab.eval.lm_eval_tasks import (

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from lab.eval import command
+from lab.eval import __main__ as command
 from lab.eval import run as run_module
-from lab.eval.command import main
+from lab.eval.__main__ import main
 from lab.eval.registry import load_task
 from lab.eval.run import REFERENCE, Run, Settings, Store
 from lab.eval.tables import COLUMNS, as_json, as_markdown, rows_of, tables
 from lab.eval.variants import Variant, parse_variants
 from lab.tests.test_eval_tasks import WordTokenizer, eviction
+from vllm_pyramid.tools.child_process import ChildError
 from vllm_pyramid.tools.eval import engine
-from vllm_pyramid.tools.eval.engine import ChildError
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.result import Reference, Result
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from lab.heads import model as models
-from lab.heads.command import main
-from lab.heads.model import StreamingModel, streaming_attention
+from lab.heads.__main__ import main
+from lab.heads.model import HeadModel, streaming_attention, whole_attention
+from lab.heads.probe import Repeated
+from lab.heads.scores import CONFIG, SCORES, HeadScores
 from lab.heads.trial import Trial, try_masks
 from vllm_pyramid.tools.demo import model_path
-from vllm_pyramid.tools.heads.model import whole_attention
-from vllm_pyramid.tools.heads.probe import Repeated
-from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
 
 pytestmark = pytest.mark.cpu
 
@@ -27,12 +26,12 @@ SINKS, RECENT = 16, 32
 
 
 @pytest.fixture(scope="module")
-def model() -> StreamingModel:
-    return StreamingModel(str(MODEL))
+def model() -> HeadModel:
+    return HeadModel(str(MODEL))
 
 
 @pytest.fixture(scope="module")
-def scores(model: StreamingModel) -> HeadScores:
+def scores(model: HeadModel) -> HeadScores:
     return HeadScores(model.probe(Repeated(128, 2)), SINKS, RECENT)
 
 
@@ -55,7 +54,7 @@ def test_a_streaming_head_sees_what_a_mask_says(
     assert same == (sinks + recent >= 33)
 
 
-def test_a_mask_of_all_heads_is_the_model_itself(model: StreamingModel, scores: HeadScores) -> None:
+def test_a_mask_of_all_heads_is_the_model_itself(model: HeadModel, scores: HeadScores) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = Repeated(60, 2).tokens(model.ordinary_ids())
@@ -71,7 +70,7 @@ def test_a_mask_of_all_heads_is_the_model_itself(model: StreamingModel, scores: 
 
 
 def test_one_head_that_streams_changes_only_what_lies_behind_its_window(
-    model: StreamingModel, scores: HeadScores
+    model: HeadModel, scores: HeadScores
 ) -> None:
     ids = Repeated(60, 2).tokens(model.ordinary_ids())
     mask = torch.ones(model.layers, model.kv_heads, dtype=torch.bool)
@@ -84,7 +83,7 @@ def test_one_head_that_streams_changes_only_what_lies_behind_its_window(
 
 
 def test_heads_that_the_probe_finds_copy_and_the_others_do_not(
-    model: StreamingModel, scores: HeadScores
+    model: HeadModel, scores: HeadScores
 ) -> None:
     mask = scores.mask(0.5)
     text = Repeated(200, 2).tokens(model.ordinary_ids(), seed=5)
@@ -117,7 +116,7 @@ def test_the_command_writes_scores_that_it_can_try(
     assert second.splitlines() == first.splitlines()[: len(second.splitlines())]
 
 
-def test_mean_attention_is_that_of_the_projections(model: StreamingModel) -> None:
+def test_mean_attention_is_that_of_the_projections(model: HeadModel) -> None:
     """The probe undoes the rotation; here the projections are seen before it, as by kvpress."""
     from transformers import AutoModelForCausalLM
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -154,7 +153,7 @@ def test_mean_attention_is_that_of_the_projections(model: StreamingModel) -> Non
 
 @pytest.mark.parametrize("how", ["halves", "pairs"])
 def test_the_rotary_embedding_is_found_by_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, model: StreamingModel, how: str
+    monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Llama's function, and one in the manner of GLM: other channels, the same angles."""
     from transformers.models.llama import modeling_llama as module
@@ -169,10 +168,10 @@ def test_the_rotary_embedding_is_found_by_what_it_does(
 
     if how == "pairs":
         monkeypatch.setattr(module, "apply_rotary_pos_emb", pairs)
-    assert model._rotary(7).halves == (how == "halves")
+    assert HeadModel(str(MODEL)).rotary(7).halves == (how == "halves")
     monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q + 1, k))
     with pytest.raises(ValueError, match="take --probe echo"):
-        model._rotary(7)
+        HeadModel(str(MODEL)).rotary(7)
 
 
 def test_the_command_looks_at_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_the_command_looks_at_texts(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_the_command_tries_scores_of_query_heads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: StreamingModel, scores: HeadScores
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: HeadModel, scores: HeadScores
 ) -> None:
     """A file with a head too many is refused; the probe's own scores copy as the probe's mask."""
     each = scores.scores.repeat_interleave(model.heads // model.kv_heads, dim=1)
@@ -246,3 +245,17 @@ def test_masks_and_prompts_must_fit_the_model(
         (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": ids}))
         assert main([*argv, "--prompts", str(tmp_path / "p.jsonl")]) == 2
         assert f"prompt 1 has {len(ids)} tokens: from 304" in capsys.readouterr().err
+
+
+def test_models_that_cannot_be_probed_are_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match="layers all have full attention with KV heads"):
+        HeadModel(str(tmp_path))
+    with pytest.raises(ValueError, match="Transformers cannot load the model /nowhere"):
+        HeadModel("/nowhere/at/all")
+    with pytest.raises(ValueError, match="2 copies of 5000 tokens do not fit into the model's"):
+        HeadModel(str(MODEL)).check_room(Repeated(5000, 2))

@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 
-from lab.eval.command import parse_args
+from lab.eval.__main__ import parse_args
 from lab.eval.registry import load_task
 from lab.eval.variants import parse_variants
 from vllm_pyramid.tools.demo import model_path

@@ -165,5 +165,5 @@ def test_a_preempted_request_holds_no_slot_for_queries(engine: Engine) -> None:
 def test_without_centres_the_command_is_told(tiny_model: Callable[[str], Path]) -> None:
     from vllm_pyramid import LLM
 
-    with pytest.raises(ValueError, match="vllm-pyramid calibrate --queries --model MODEL"):
+    with pytest.raises(ValueError, match=r"lab\.heads\.queries --model MODEL"):
         LLM(str(tiny_model(MODEL)), kv_policy="triattention")

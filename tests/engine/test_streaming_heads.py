@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab.heads.scores import HeadScores
 from tests.engine.conversations import Rows, cached_tokens
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import (
@@ -26,7 +27,6 @@ from tests.engine.support import (
 from vllm_pyramid.policy.policy import TRACE_WINDOW
 from vllm_pyramid.step.trace_files import read_request
 from vllm_pyramid.tools.cli import main
-from vllm_pyramid.tools.heads.scores import HeadScores
 
 pytestmark = pytest.mark.engine
 

@@ -15,13 +15,13 @@ from vllm.sampling_params import SamplingParams
 
 from tests.frontend.test_overrides import served
 from vllm_pyramid.compat.finished_requests import FinishedRequest
+from vllm_pyramid.frontend import series
 from vllm_pyramid.frontend import shadow as module
-from vllm_pyramid.frontend import shadow_metrics
 from vllm_pyramid.frontend.sessions import NO_TENANT, Key
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.frontend.shadow import APPLICATION_KEY, Shadow, can_be_compared
-from vllm_pyramid.frontend.shadow_judge import MIN_COMPARISONS, WINDOW, Comparison, ShadowJudge
-from vllm_pyramid.frontend.shadow_metrics import MAX_LABELS, Labels
+from vllm_pyramid.frontend.shadow_judge import MIN_COMPARISONS, WINDOW, ShadowJudge
+from vllm_pyramid.frontend.shadow_metrics import MAX_LABELS, Comparison, Labels, ShadowMetrics
 from vllm_pyramid.policy.limits import MAX_APPLICATIONS
 from vllm_pyramid.policy.request import check_request
 
@@ -260,8 +260,8 @@ def test_names_that_come_first_do_not_take_all_labels() -> None:
 def test_series_of_applications_follow_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()
     for name, kind in (("Counter", Counter), ("Gauge", Gauge)):
-        monkeypatch.setattr(shadow_metrics, name, partial(kind, registry=registry))
-    metrics = shadow_metrics.ShadowMetrics()
+        monkeypatch.setattr(series, name, partial(kind, registry=registry))
+    metrics = ShadowMetrics()
     metrics.count_full("mail", 1)
     for number in range(MAX_LABELS):
         metrics.add(f"attack {number}", GOOD, evicted=True)

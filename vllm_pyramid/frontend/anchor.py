@@ -2,12 +2,8 @@
 """Leave lines out of system prompts that change with every request (`--kv-anchor`).
 
 K and V of a token depend on all tokens before it, so a new id in the first lines of a prompt makes
-every prefix and session another one. To skip such a line in their names would be wrong: the cache
-behind it was computed from another one. So the line is taken out of the body, before vLLM renders
-it: the model does not see it, and hits are exact for what the model sees.
-
-Only lines in the beginning of system texts are compared, with patterns in which `*` stands for any
-text. Such patterns are matched without backtracking over what a star has matched.
+every prefix and session another one. The line is taken out of the body before vLLM renders it: the
+model does not see it, and hits are exact for what the model sees.
 """
 
 from __future__ import annotations
@@ -38,13 +34,7 @@ _SYSTEM = ("system", "developer")
 
 
 def parse_anchor(value: object) -> tuple[str, ...]:
-    """Parse `kv_anchor`: patterns of lines and names of `PRESETS`.
-
-    Args:
-        value: a list of them, or its text with commas; None for an empty one.
-
-    Returns:
-        The patterns.
+    """Parse `kv_anchor`: a list of patterns and names of `PRESETS`, or its text with commas.
 
     Raises:
         ValueError: anything else, or a pattern that could match nearly every line.
@@ -81,9 +71,6 @@ class Anchor:
     """ASGI middleware that leaves lines out of the bodies of chats, and says so in a header.
 
     The body is read when the server asks for it, so behind the check of the API key.
-
-    Args:
-        patterns: see `parse_anchor`.
     """
 
     def __init__(self, app: Any, patterns: Sequence[str]) -> None:

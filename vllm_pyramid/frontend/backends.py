@@ -68,10 +68,7 @@ def take_draft_backend(config: VllmConfig) -> None:
 
 
 def _default_backend(config: VllmConfig) -> str:
-    """Return the first backend that device, vLLM, model and cache allow.
-
-    Returns the last one if there is none; `take_backend` then tells its reasons.
-    """
+    """Return the first backend that device, vLLM, model and cache allow, or else the last one."""
     for name in BACKENDS:
         if not (reasons := _reasons_against(name, config)):
             return name

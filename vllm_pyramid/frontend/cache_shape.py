@@ -71,11 +71,7 @@ class CacheShape:
         return any(kind.kind == STATE for kind in self.other_layers)
 
     def page_bytes(self, block_size: int) -> int:
-        """Return the bytes of a page of the pool, which all layers share: the largest of any layer.
-
-        Args:
-            block_size: tokens, the value of `--block-size`.
-        """
+        """Return the bytes of a page of the pool, which all layers share: those of the largest."""
         largest = max((kind.token_bytes for kind in self.other_layers), default=0)
         return max(self.block_bytes(block_size), block_size * largest)
 
@@ -83,7 +79,6 @@ class CacheShape:
         """Return the tokens of a layer's block: vLLM fills a page with tokens, or else pads it.
 
         Args:
-            block_size: the value of `--block-size`.
             token_bytes: bytes of a token in the layer; None for a layer that evicts.
         """
         own = self.block_bytes(block_size) if token_bytes is None else block_size * token_bytes

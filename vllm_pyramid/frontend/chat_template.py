@@ -33,11 +33,7 @@ _NOT_CONTENT = ("role", "type", "id", "tool_call_id", "name")
 
 
 class Content(NamedTuple):
-    """A part of a prompt's text that a message says.
-
-    Attributes:
-        message: the message's index. start, end: characters of the prompt.
-    """
+    """Characters `start` to `end` of a prompt, which the message of index `message` says."""
 
     message: int
     start: int
@@ -45,14 +41,7 @@ class Content(NamedTuple):
 
 
 class MarkedChat:
-    """A chat whose texts are marked.
-
-    Args:
-        conversation: the messages as the template gets them; they are not changed.
-
-    Attributes:
-        conversation: the marked messages.
-    """
+    """A chat whose texts are marked; the conversation that it is made of is not changed."""
 
     def __init__(self, conversation: Sequence[Any]) -> None:
         # Letters and digits pass through JSON; no message can contain a number drawn later.
@@ -80,13 +69,13 @@ class MarkedChat:
         return value
 
     def contents(self, marked: str, text: str) -> list[Content]:
-        """Return where the contents of messages are in the prompt.
+        """Return where the contents of messages are in the prompt `text`.
 
-        If a template has cut one of a content's two markers away, the content is taken to begin at
-        the marker before, or to end at the one behind.
+        Where a template has cut off one of a content's markers, the content begins at the marker
+        before, or ends at the one behind.
 
         Args:
-            marked: what the template makes of `conversation`. text: the prompt.
+            marked: what the template makes of `conversation`.
 
         Raises:
             VLLMValidationError: the prompt is another one than the marked text without markers.
@@ -124,8 +113,8 @@ def template_spans(
     """Return the spans of tokens that are not messages' alone, as `kv_keep` has them.
 
     Args:
-        contents: in order. offsets: the characters of each token of the prompt; an empty range for
-            a token that the tokenizer adds.
+        offsets: the characters of each token of the prompt; an empty range for a token that the
+            tokenizer adds.
         first: tokens at the beginning of each message that are kept too.
 
     Raises:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit vLLM's configuration to a KV policy, and refuse what does not work with one.
 
-`prepare_args` runs before vLLM resolves its defaults: it refuses what the user asked for, and
-switches off, with one log line, what vLLM would switch on by default. `finish_config` runs after.
-Options that are not mentioned here work, or fail with vLLM's own message.
+`prepare_args` runs before vLLM resolves its defaults, `finish_config` afterwards. Options that are
+not mentioned here work, or fail with vLLM's own message. Errors name the flag to change.
 """
 
 from __future__ import annotations
@@ -47,9 +46,6 @@ def prepare_args(args: EngineArgs, settings: KVSettings) -> Used:
 
     Returns:
         The features that the user asks for.
-
-    Raises:
-        ValueError: naming the flag to change.
     """
     policy = settings.policy()
     assert policy is not None
@@ -81,9 +77,6 @@ def prepare_for_model(args: EngineArgs, model_config: ModelConfig, settings: KVS
 
     Returns:
         Whether `args` say something else of the model now than they did.
-
-    Raises:
-        ValueError: naming the flag to change.
     """
     changed = False
     if current_platform.device_type == "cpu":
@@ -108,9 +101,6 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
 
     Args:
         of_args: what `prepare_args` returned.
-
-    Raises:
-        ValueError: naming the flag to change.
     """
     served = settings.served()
     assert served is not None
@@ -189,11 +179,7 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
 
 
 def _on_ranks(policy: Policy, config: VllmConfig) -> Policy:
-    """Return the policy for the tensor-parallel ranks of the engine.
-
-    Raises:
-        ValueError: it would evict nothing on as many ranks.
-    """
+    """Return the policy for the tensor-parallel ranks; ValueError if it would evict nothing."""
     if not policy.heads.splits:
         return policy
     num_kv_heads = config.model_config.get_total_num_kv_heads()
@@ -239,11 +225,7 @@ def why_no_turns(used: Used, served: ServedSettings) -> str | None:
 
 
 def _host_share(config: VllmConfig, served: ServedSettings) -> int | None:
-    """Return each rank's bytes of the host cache; None without one.
-
-    Raises:
-        ValueError: this host has less memory, where all ranks are on it.
-    """
+    """Return each rank's bytes of the host cache, or None; ValueError if the host has less."""
     wanted, parallel = served.host_cache_bytes, config.parallel_config
     if wanted is None:
         return None

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find out which features an engine uses: all detectors of `policy.capabilities.Feature`.
-
-The user's flags are looked at before anything is loaded, the finished configuration afterwards,
+"""Detect the features that an engine uses: of the user's flags, and of the finished configuration,
 since defaults and checkpoints enable features too.
 """
 

@@ -148,10 +148,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def take_flags(namespace: argparse.Namespace) -> None:
     """Move the flags that were given into `additional_config` and check them together.
 
-    The flags are checked together, because a budget's validity depends on the policy and its
-    parameters. They are moved while the parser runs, not in `EngineArgs.from_cli_args`, because
-    processes that get the finished namespace (`--api-server-count 2`) call that before plugins are
-    loaded.
+    They are moved while the parser runs, not in `EngineArgs.from_cli_args`, because processes that
+    get the finished namespace (`--api-server-count 2`) call that before plugins are loaded.
 
     A server says how much of a prompt was cached only with vLLM's `--enable-prompt-tokens-details`;
     without it, the reports of a policy leave that out, too.

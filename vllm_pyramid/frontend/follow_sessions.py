@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the turns of a named session (`kv_session`) into a request, as if its client had sent them.
-
-A request names its session in `vllm_xargs` or in a header (`http_settings.py`). Its `kv_turns` are
-known when its prompt has been tokenised, and travel to the scheduler as a client's own would.
-"""
+"""Put the turns of a named session (`kv_session`) into a request, as its client might have done."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ class FollowedTurn(NamedTuple):
 
     Attributes:
         served: how the request is served, its turns included.
-        key: of the session. found: what the session knew of the prompt.
+        found: what the session knew of the prompt.
         terms: what its cache depends on apart from the tokens.
     """
 
@@ -50,8 +46,7 @@ class SessionFollower:
     """Follows the sessions of one engine's requests.
 
     Args:
-        settings: the served policy's. sessions: what is remembered.
-        num_ranks: replicas among which a session's requests go to one.
+        num_ranks: replicas; all requests of a session go to one.
         why_none: why this server cannot follow sessions; None if it can.
     """
 
@@ -96,15 +91,7 @@ class SessionFollower:
         return params
 
     def follow(self, request: Any, name: str) -> FollowedTurn:
-        """Put the turns that the prompt continues into the engine's request.
-
-        Args:
-            request: vLLM's `EngineCoreRequest`, whose prompt has been tokenised.
-            name: of the session.
-
-        Raises:
-            ValueError: the request does not work with the turns, or has no tokens.
-        """
+        """Put the turns that the prompt continues into vLLM's `EngineCoreRequest`."""
         settings = self._settings
         assert settings is not None
         if request.prompt_token_ids is None or request.prompt_embeds is not None:

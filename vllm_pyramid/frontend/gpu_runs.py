@@ -17,8 +17,7 @@ logger = init_logger(f"vllm.{__name__}")
 class GpuRun:
     """A run of scripts/gpu_check.sh, benches aside, without a failure; it prints what to add here.
 
-    Attributes:
-        package, vllm: the versions, without what follows a plus sign. device: its name.
+    Versions stand without what follows a plus sign.
     """
 
     package: str
@@ -30,11 +29,7 @@ RUNS: tuple[GpuRun, ...] = ()
 
 
 def warn_unless_run(device: str) -> None:
-    """Log one warning unless the installed pair of versions is known to work on a GPU.
-
-    Args:
-        device: name of the device that an engine with a policy is about to use.
-    """
+    """Log one warning unless the installed pair of versions is known to work on a GPU."""
     pair = __version__, vllm_version().partition("+")[0]
     if any((run.package, run.vllm) == pair for run in RUNS):
         return

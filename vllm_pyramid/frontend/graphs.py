@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs with a policy: which are refused, and for how many requests they are captured.
-
-Refused are graphs that would cover an eviction, or attention that a policy replaces.
-"""
+"""CUDA graphs with a policy: which are refused, and for how many requests they are captured."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ def check_graphs(config: VllmConfig, policy: Policy) -> None:
     """Refuse full graphs of prefill, which would replay attention without evicting.
 
     Policies that replace the attention of some layers on the host also exclude attention from
-    decode graphs.
-
-    Raises:
-        ValueError: naming the option to change.
+    decode graphs. ValueError names the option to change.
     """
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
@@ -58,9 +52,8 @@ def gives_sizes(args: EngineArgs) -> bool:
 def capture_more(config: VllmConfig, policy: Policy) -> None:
     """Capture decode steps of as many requests as evictions make room for, on CUDA devices.
 
-    vLLM captures up to 512 tokens, where it has been told nothing; a cache of which a policy keeps
-    a tenth holds more requests. With drafts vLLM's own sizes stay, which are multiples of a
-    request's tokens.
+    vLLM captures up to 512 tokens by default. With drafts vLLM's own sizes stay, which are
+    multiples of a request's tokens.
     """
     compilation, scheduler = config.compilation_config, config.scheduler_config
     sizes = compilation.cudagraph_capture_sizes

@@ -5,35 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
+
+from vllm_pyramid.frontend.series import counter, gauge
 
 
 class HostCacheMetrics:
-    """The metrics of the host cache; one object per process.
-
-    Metrics (label: engine):
-        vllm_pyramid:host_cache_queries_total    tokens that requests looked for in the host cache
-        vllm_pyramid:host_cache_hits_total       tokens that they found there
-        vllm_pyramid:host_cache_bytes_total      bytes copied (and the label direction: `stored` to
-                                                 the host, `loaded` from it)
-        vllm_pyramid:host_cache_evictions_total  bundles that had to go from the host
-        vllm_pyramid:host_cache_dropped_total    bundles for which there was no slot
-        vllm_pyramid:host_cache_used_bytes       bytes that hold something now
-        vllm_pyramid:host_cache_size_bytes       bytes that can
-
-    With a folder:
-        vllm_pyramid:host_cache_file_bytes_total      bytes of files (and the label direction:
-                                                      `written`, those included that could not be,
-                                                      or `read`)
-        vllm_pyramid:host_cache_file_failures_total   files that were a miss (and the label kind:
-                                                      `damaged` or `unwritten`)
-        vllm_pyramid:host_cache_file_evictions_total  files that had to go
-        vllm_pyramid:host_cache_file_used_bytes       bytes of all files now
-    """
+    """The metrics of the host cache (docs/usage.md lists them); one object per process."""
 
     def __init__(self) -> None:
         self.counters = {
-            name: Counter(f"vllm_pyramid:host_cache_{name}", text, ["engine"])
+            name: counter(f"host_cache_{name}", text, "engine")
             for name, text in (
                 ("queries", "Tokens looked for in the host cache."),
                 ("hits", "Tokens found in the host cache."),
@@ -41,34 +23,34 @@ class HostCacheMetrics:
                 ("dropped", "Bundles for which the host cache had no slot."),
             )
         }
-        self.bytes = Counter(
-            "vllm_pyramid:host_cache_bytes",
+        self.bytes = counter(
+            "host_cache_bytes",
             "Bytes copied to the host cache and from it.",
-            ["engine", "direction"],
+            *("engine", "direction"),
         )
         self.used = _gauge("used", "Bytes of the host cache that hold something.")
         self.size = _gauge("size", "Bytes of the host cache.")
-        self.file_bytes = Counter(
-            "vllm_pyramid:host_cache_file_bytes",
+        self.file_bytes = counter(
+            "host_cache_file_bytes",
             "Bytes of the host cache's files, written and read.",
-            ["engine", "direction"],
+            *("engine", "direction"),
         )
-        self.file_failures = Counter(
-            "vllm_pyramid:host_cache_file_failures",
+        self.file_failures = counter(
+            "host_cache_file_failures",
             "Files of the host cache that were damaged or could not be written.",
-            ["engine", "kind"],
+            *("engine", "kind"),
         )
-        self.file_evictions = Counter(
-            "vllm_pyramid:host_cache_file_evictions",
+        self.file_evictions = counter(
+            "host_cache_file_evictions",
             "Files that had to go from the host cache's folder.",
-            ["engine"],
+            "engine",
         )
         self.file_used = _gauge("file_used", "Bytes of the host cache's files.")
 
     def observe(self, now: dict[str, Any], before: dict[str, Any], engine: str) -> None:
         """Add the difference of two totals of an engine's scheduler to the metrics."""
-        for name, counter in self.counters.items():
-            counter.labels(engine).inc(now[name] - before.get(name, 0))
+        for name, found in self.counters.items():
+            found.labels(engine).inc(now[name] - before.get(name, 0))
         for direction in ("stored", "loaded"):
             key = f"bytes_{direction}"
             self.bytes.labels(engine, direction).inc(now[key] - before.get(key, 0))
@@ -90,5 +72,4 @@ class HostCacheMetrics:
 
 
 def _gauge(name: str, text: str) -> Gauge:
-    full = f"vllm_pyramid:host_cache_{name}_bytes"
-    return Gauge(full, text, ["engine"], multiprocess_mode="mostrecent")
+    return gauge(f"host_cache_{name}_bytes", text, "engine")

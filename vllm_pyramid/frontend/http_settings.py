@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a request's settings from its HTTP headers, and the session that its client names anyway.
 
-`X-KV-Policy`, `X-KV-Budget`, `X-KV-Session` and their like say what the keys of `vllm_xargs` do:
-clients of some endpoints send no keys of their own. Names that clients send for other reasons
-(`X-Session-ID`, `prompt_cache_key`) name a session only where the operator says so
-(`--kv-session-from`).
-
-The settings are known when the HTTP request comes, and used when vLLM makes the engine's request of
-it, in a task of its own: a context variable carries them.
+Names that clients send for other reasons (`X-Session-ID`, `prompt_cache_key`) name a session only
+with `--kv-session-from`. vLLM makes the engine's request in a task of its own: a context variable
+carries the settings there.
 """
 
 from __future__ import annotations
@@ -63,11 +59,7 @@ def current() -> HttpSettings | None:
 
 
 class SettingsInHeaders:
-    """ASGI middleware that remembers the headers for the checks of the request's prompts.
-
-    Args:
-        session_from: see `parse_session_from`. api_keys: of the server.
-    """
+    """ASGI middleware that remembers the headers for the checks of the request's prompts."""
 
     def __init__(
         self, app: Any, session_from: Sequence[str] = (), api_keys: Sequence[str] = ()
@@ -180,11 +172,7 @@ def with_session(params: Any, session_from: Sequence[str]) -> Any:
 
 
 def read_body(names: Mapping[str, Any], *, beams: bool) -> None:
-    """Remember what a body says of its session.
-
-    Args:
-        names: values of the keys `BODY_NAMES`. beams: whether it asks for beam search.
-    """
+    """Remember what a body says of its session: its values of `BODY_NAMES`, and its beams."""
     if (settings := current()) is None:
         return
     settings.alone = beams

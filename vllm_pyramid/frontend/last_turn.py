@@ -37,11 +37,7 @@ class LastTurn(NamedTuple):
 
     @classmethod
     def of(cls, numbers: npt.NDArray[np.int64], digest: bytes, terms: bytes) -> LastTurn:
-        """Make it of a prompt.
-
-        Args:
-            numbers: `[tokens]` what the prompt is compared by (`Prompt.numbers`).
-        """
+        """Make it of a prompt's numbers `[tokens]` (`Prompt.numbers`)."""
         size = FINEST
         while len(numbers) > size * MAX_MARKS:
             size *= 2

@@ -26,14 +26,11 @@ _ONE_MORE = ("cohere2", "cohere2_moe")
 
 
 def layer_kinds(text_config: Any, longest: int | None = None) -> list[str]:
-    """Return what each layer of a model keeps, reading a Transformers configuration as vLLM does.
+    """Return the kind of each layer, reading a Transformers configuration as vLLM does.
 
     Args:
         longest: tokens of a sequence at most, if known; a window or chunk of that length counts as
             full attention.
-
-    Returns:
-        A kind for each layer: `FULL`, `SLIDING`, `CHUNKED`, `STATE`, `BOTH` or `NO_CACHE`.
     """
     kinds = _named_kinds(text_config)
     for layer, kind in enumerate(kinds):
@@ -75,9 +72,5 @@ def has_states(text_config: Any, longest: int | None = None) -> bool:
 
 
 def has_other_layers(text_config: Any, longest: int) -> bool:
-    """Return whether some layers keep anything other than the KV of all tokens.
-
-    Args:
-        longest: see `layer_kinds`.
-    """
+    """Return whether some layers keep anything other than the KV of all tokens."""
     return any(kind not in (FULL, NO_CACHE) for kind in layer_kinds(text_config, longest))

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of what was evicted, in Prometheus and in the log.
-
-The front end has them (the process that answers `/metrics`; Prometheus' client adds up several) and
-feeds them with the scheduler's statistics.
-"""
+"""Counters of what was evicted, in Prometheus and in the log, from the scheduler's statistics."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
 from vllm_pyramid.frontend.host_metrics import HostCacheMetrics
+from vllm_pyramid.frontend.series import counter, gauge
 from vllm_pyramid.policy.resumed import REASONS
 from vllm_pyramid.step.failures import KINDS
 
@@ -21,121 +17,57 @@ logger = init_logger(f"vllm.{__name__}")
 
 LOG_INTERVAL_S = 10.0  # vLLM's own statistics are logged this often
 
+# Reasons that are shown from the start, with 0.
+_REASONS = {"failed_requests": KINDS, "turns": REASONS}
+
 
 class PolicyMetrics:
-    """The Prometheus metrics and the log line; one object per process.
-
-    Metrics (labels: engine, layer):
-        vllm_pyramid:evictions_total         evictions of requests (no layer label)
-        vllm_pyramid:tokens_evicted_total    tokens given back
-        vllm_pyramid:blocks_freed_total      blocks given back by eviction; a shared one counts for
-                                             each request that gives it back
-        vllm_pyramid:tokens_held             tokens in the cache now
-        vllm_pyramid:blocks_held             blocks of the pool in use now
-
-    What is served (labels: engine):
-        vllm_pyramid:pool_blocks             blocks of the pool, of all pipeline stages
-        vllm_pyramid:policy_info             1, with the labels policy and budget
-
-    With layers that do not evict (labels: engine):
-        vllm_pyramid:other_blocks_held       blocks of the pool in use by them now
-
-    `layer` is the model's own number.
-
-    What went wrong for single requests, while the engine goes on (labels: engine):
-        vllm_pyramid:failed_requests_total   requests that ended with an error (and the label
-                                             reason: `scores` with NaN or infinity, or a `method`
-                                             that raised or returned something wrong)
-        vllm_pyramid:dropped_traces_total    traces that could not be written
-        vllm_pyramid:dropped_reports_total   reports that could not be sent with their requests
-
-    Conversations (labels: engine, reason):
-        vllm_pyramid:turns_total             turns that have ended, by what they resumed and why not
-                                             more (`policy/resumed.py`)
-
-    With PyramidConnector (labels: engine, reason):
-        vllm_pyramid:handed_total            requests with a ticket of another engine: `loaded`, or
-                                             why they computed their prompts (`transfer/reasons.py`)
-
-    With V in host memory (labels: engine, direction):
-        vllm_pyramid:v_bytes_total           bytes of V written there, and read from there
-
-    With a selection of pages (labels: engine):
-        vllm_pyramid:pages_read_total        pages that generated tokens read, over all layers
-        vllm_pyramid:pages_visible_total     pages that attention to everything would have read
-
-    With `--kv-evict pressure` (labels: engine):
-        vllm_pyramid:ordered_evictions_total  evictions ordered because the pool lacked blocks
-        vllm_pyramid:ordered_to_floor_total   of these, those to the policy's budget
-        vllm_pyramid:ordered_loss_total       shares of their scores that prompts lost, summed up
-        vllm_pyramid:avoided_preemptions_total  steps for which running requests lacked blocks and
-                                              ordered evictions freed as many
-        vllm_pyramid:requests_by_level        running requests that orders can evict (and the label
-                                              level: `whole`, a share, or `lowest`)
-
-    With a host cache (labels: engine): those of `HostCacheMetrics`.
-    """
+    """The Prometheus metrics (docs/usage.md lists them) and the log line; one object a process."""
 
     def __init__(self) -> None:
-        layer = ["engine", "layer"]
-        self.evictions = Counter(
-            "vllm_pyramid:evictions",
+        self.evictions = counter(
+            "evictions",
             "Evictions, of prompts and later ones; those repeated after a preemption count again.",
-            ["engine"],
+            "engine",
         )
         self.counters = {
-            "tokens_evicted": Counter(
-                "vllm_pyramid:tokens_evicted", "Tokens given back per KV head.", layer
-            ),
-            "blocks_freed": Counter(
-                "vllm_pyramid:blocks_freed", "Blocks that eviction gave back to the pool.", layer
-            ),
+            name: counter(name, text, "engine", "layer")
+            for name, text in (
+                ("tokens_evicted", "Tokens given back per KV head."),
+                ("blocks_freed", "Blocks that eviction gave back to the pool."),
+            )
         }
         self.gauges = {
-            "tokens_held": Gauge(
-                "vllm_pyramid:tokens_held",
-                "Tokens held in the KV cache per KV head.",
-                layer,
-                multiprocess_mode="mostrecent",
-            ),
-            "blocks_held": Gauge(
-                "vllm_pyramid:blocks_held",
-                "Blocks of the pool in use.",
-                layer,
-                multiprocess_mode="mostrecent",
-            ),
+            name: gauge(name, text, "engine", "layer")
+            for name, text in (
+                ("tokens_held", "Tokens held in the KV cache per KV head."),
+                ("blocks_held", "Blocks of the pool in use."),
+            )
         }
-        self.other_blocks = Gauge(
-            "vllm_pyramid:other_blocks_held",
-            "Blocks of the pool in use by layers that do not evict.",
-            ["engine"],
-            multiprocess_mode="mostrecent",
-        )
-        self.pool_blocks = Gauge(
-            "vllm_pyramid:pool_blocks",
-            "Blocks of the pool, of all pipeline stages.",
-            ["engine"],
-            multiprocess_mode="mostrecent",
-        )
-        self.policy = Gauge(
-            "vllm_pyramid:policy_info",
+        self.of_pool = {
+            name: gauge(name, text, "engine")
+            for name, text in (
+                ("other_blocks_held", "Blocks of the pool in use by layers that do not evict."),
+                ("pool_blocks", "Blocks of the pool, of all pipeline stages."),
+            )
+        }
+        self.policy = gauge(
+            "policy_info",
             "The policy and the budget that the server was started with.",
-            ["engine", "policy", "budget"],
-            multiprocess_mode="mostrecent",
+            *("engine", "policy", "budget"),
         )
-        self.by_level = Gauge(
-            "vllm_pyramid:requests_by_level",
+        self.by_level = gauge(
+            "requests_by_level",
             "Running requests that orders can evict, by the level to which they were evicted.",
-            ["engine", "level"],
-            multiprocess_mode="mostrecent",
+            *("engine", "level"),
         )
-        self.v_bytes = Counter(
-            "vllm_pyramid:v_bytes",
+        self.v_bytes = counter(
+            "v_bytes",
             "Bytes of V written to host memory, and of its rows that attention read there.",
-            ["engine", "direction"],
+            *("engine", "direction"),
         )
         self.totals = {
-            name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
+            name: counter(name, text, "engine")
             for name, text in (
                 ("pages_read", "Pages of the KV cache that generated tokens read."),
                 ("pages_visible", "Pages that they would have read with attention to everything."),
@@ -148,23 +80,16 @@ class PolicyMetrics:
                 ),
             )
         }
-        self.failed_requests = Counter(
-            "vllm_pyramid:failed_requests",
-            "Requests that the KV policy ended with an error.",
-            ["engine", "reason"],
-        )
-        self.turns = Counter(
-            "vllm_pyramid:turns",
-            "Turns of conversations, by what they resumed and why not more.",
-            ["engine", "reason"],
-        )
-        self.handed = Counter(
-            "vllm_pyramid:handed",
-            "Requests with a ticket of another engine, by what came of it.",
-            ["engine", "reason"],
-        )
+        self.by_reason = {
+            name: counter(name, text, "engine", "reason")
+            for name, text in (
+                ("failed_requests", "Requests that the KV policy ended with an error."),
+                ("turns", "Turns of conversations, by what they resumed."),
+                ("handed", "Requests with a ticket of another engine, by what came of it."),
+            )
+        }
         self.dropped = {
-            name: Counter(f"vllm_pyramid:{name}", text, ["engine"])
+            name: counter(name, text, "engine")
             for name, text in (
                 ("dropped_traces", "Traces of kept positions that could not be written."),
                 ("dropped_reports", "Reports of what requests kept that could not be sent."),
@@ -188,43 +113,36 @@ class PolicyMetrics:
         label = str(engine)
         layers = now.get("layers") or range(len(now["blocks_held"]))
         self.evictions.labels(label).inc(now["evictions"] - before.get("evictions", 0))
-        for name, counter in self.counters.items():
+        for name, by_layer in self.counters.items():
             if now[name] == before.get(name):
                 continue
             earlier = before.get(name) or [0] * len(now[name])
-            for layer, total, old in zip(layers, now[name], earlier, strict=True):
-                counter.labels(label, str(layer)).inc(total - old)
-        failed, earlier = now.get("failed_requests", {}), before.get("failed_requests", {})
-        for kind in KINDS:
-            more = failed.get(kind, 0) - earlier.get(kind, 0)
-            self.failed_requests.labels(label, kind).inc(more)
-        turns, earlier = now.get("turns", {}), before.get("turns", {})
-        for reason in REASONS:
-            more = turns.get(reason, 0) - earlier.get(reason, 0)
-            self.turns.labels(label, reason).inc(more)
-        handed, earlier = now.get("handed", {}), before.get("handed", {})
-        for reason, count in handed.items():
-            self.handed.labels(label, reason).inc(count - earlier.get(reason, 0))
-        for name, counter in self.dropped.items():
-            counter.labels(label).inc(now.get(name, 0) - before.get(name, 0))
+            for layer, count, old in zip(layers, now[name], earlier, strict=True):
+                by_layer.labels(label, str(layer)).inc(count - old)
+        for name, by_reason in self.by_reason.items():
+            found, earlier = now.get(name, {}), before.get(name, {})
+            for reason in _REASONS.get(name, found):
+                more = found.get(reason, 0) - earlier.get(reason, 0)
+                by_reason.labels(label, reason).inc(more)
+        for name, dropped in self.dropped.items():
+            dropped.labels(label).inc(now.get(name, 0) - before.get(name, 0))
         for direction in ("written", "read"):
             key = f"v_bytes_{direction}"
             if key in now:
                 self.v_bytes.labels(label, direction).inc(now[key] - before.get(key, 0))
-        for name, counter in self.totals.items():
+        for name, total in self.totals.items():
             if name in now:
-                counter.labels(label).inc(now[name] - before.get(name, 0))
-        for name, gauge in self.gauges.items():
+                total.labels(label).inc(now[name] - before.get(name, 0))
+        for name, held in self.gauges.items():
             for layer, value in zip(layers, now[name], strict=True):
-                gauge.labels(label, str(layer)).set(value)
-        if "pool_blocks" in now:
-            self.pool_blocks.labels(label).set(now["pool_blocks"])
+                held.labels(label, str(layer)).set(value)
+        for name, blocks in self.of_pool.items():
+            if name in now:
+                blocks.labels(label).set(now[name])
         if "policy" in now:
             self.policy.labels(label, *now["policy"]).set(1)
         for level, count in now.get("requests_by_level", {}).items():
             self.by_level.labels(label, level).set(count)
-        if "other_blocks_held" in now:
-            self.other_blocks.labels(label).set(now["other_blocks_held"])
         if "host_cache" in now:
             self.host_cache.observe(now["host_cache"], before.get("host_cache", {}), label)
         self._log(now, engine)

@@ -111,9 +111,6 @@ def _heads(config: Any, layer: int) -> tuple[int, int]:
 def with_drafts(shape: CacheShape, model: str | None, speculation: dict[str, Any]) -> CacheShape:
     """Add the cache of a draft model, an EAGLE head or one MTP module to a model's cache.
 
-    Args:
-        speculation: `--speculative-config`: `method`, and `model` if drafts have one of their own.
-
     Raises:
         ValueError: the draft model's configuration cannot be read.
     """

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page of the API server: `/pyramid`, and its numbers at `/pyramid/data`.
+"""The API server's live page (`/pyramid`), and the operator's lists of sessions and applications.
 
-With the page come the operator's lists: sessions (`/pyramid/sessions`) and applications whose
-answers are compared (`/pyramid/shadow`). `DELETE` forgets the former, and restores the latter.
-
-The page itself holds no data and loads nothing from elsewhere. While it is open it asks for the
-numbers; these come from the schedulers when they are asked for, so a closed page costs nothing.
+The page holds no data. While it is open it asks for `/pyramid/data`, which comes from the
+schedulers, so a closed page costs nothing.
 """
 
 from __future__ import annotations
@@ -53,11 +50,7 @@ class LiveData:
         self._until = 0.0
 
     async def get(self, engine_client: Any) -> dict[str, Any]:
-        """Return the engines' numbers.
-
-        Raises:
-            RuntimeError: the engines do not answer.
-        """
+        """Return the engines' numbers; RuntimeError if the engines do not answer."""
         async with self._lock:
             if time.monotonic() >= self._until:
                 try:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an engine does not work with any KV policy: rows of the table of capabilities.
-
-The parts of a policy have rows of their own (`policy/capabilities.py`), and
-`frontend/engine_config.py` refuses numbers that are too small.
-"""
+"""What of an engine does not work with any KV policy: rows of the table of capabilities."""
 
 from __future__ import annotations
 

@@ -38,10 +38,8 @@ class _Engine:
 
     Attributes:
         settings: None if no policy is served.
-        sessions: follows requests that name their session.
-        shadow: compares answers with the whole cache; None if it was not asked for.
-        pool: the pool of blocks; None if only the scheduler knows it. has_pool: whether `pool` has
-            been computed.
+        shadow: None if it was not asked for.
+        pool: None if only the scheduler knows it, or before `has_pool`.
     """
 
     settings: ServedSettings | None
@@ -166,19 +164,15 @@ class PolicyRequestChecks:
 
 def _layers_of(config: Any) -> Layers | None:
     """Return the layers that evict; None where only the scheduler knows them."""
-    count = evicting_layers(config)
-    return None if count is None else Layers(count, config.cache_config.block_size)
-
-
-def evicting_layers(config: Any) -> int | None:
-    """Return how many layers of a model evict; None where only the scheduler knows it."""
     model = config.model_config
-    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+    text = model.hf_text_config
+    if getattr(text, "num_kv_shared_layers", 0):
         return None
-    if not has_other_layers(model.hf_text_config, model.max_model_len):
-        return int(model.get_total_num_hidden_layers())
-    kinds = layer_kinds(model.hf_text_config, model.max_model_len)
-    return sum(kind in (FULL, BOTH) for kind in kinds)
+    count = int(model.get_total_num_hidden_layers())
+    if has_other_layers(text, model.max_model_len):
+        kinds = layer_kinds(text, model.max_model_len)
+        count = sum(kind in (FULL, BOTH) for kind in kinds)
+    return Layers(count, config.cache_config.block_size)
 
 
 def pool_of(config: Any, heads: Heads) -> Pool | None:

@@ -17,11 +17,7 @@ from vllm_pyramid.policy.session_sources import parse_session_from
 
 
 def attach(app: FastAPI, settings: Mapping[str, Any]) -> None:
-    """Let requests give settings in headers; add the routes of the live page.
-
-    Args:
-        settings: of the server, which have been checked.
-    """
+    """Let requests give settings in headers; add the routes of the live page."""
     sources, keys = parse_session_from(settings.get(SESSION_KEY)), api_keys_of(app)
     app.add_middleware(SettingsInHeaders, session_from=sources, api_keys=keys)
     if patterns := parse_anchor(settings.get(ANCHOR_KEY)):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remember, by name, where the turns of a conversation ended (`kv_session`).
 
-A client that names its session carries no numbers: the front end puts `kv_turns` into the request.
 A turn is known by a hash of the prompt up to its end, so that a prompt which branches off or was
-edited resumes the longest turn that it still begins with. No token is kept. A prompt that continues
-none, or an earlier one, is told why (`Found.why`).
+edited resumes the longest turn that it still begins with. No token is kept.
 """
 
 from __future__ import annotations
@@ -177,10 +175,6 @@ class Sessions:
 
     At most `MAX_SESSIONS` with `MAX_SESSIONS_TURNS` turns in all; when there are more, the tenant
     that has most of them forgets the session that it used least recently.
-
-    Args:
-        ttl_s: seconds after which a session that is not used is forgotten.
-        clock: seconds that never go back.
     """
 
     def __init__(self, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -206,11 +200,7 @@ class Sessions:
         return found if len(found.turns) < MAX_TURNS else Found((), found.digest, None, (UNKNOWN,))
 
     def record(self, key: Key, prompt: Prompt, found: Found, terms: bytes = b"") -> None:
-        """Remember a prompt as a turn of the session.
-
-        Args:
-            found: what `find` returned for it. terms: see `LastTurn`.
-        """
+        """Remember a prompt as a turn of the session; `found` is what `find` returned for it."""
         last = LastTurn.of(prompt.numbers(), found.digest, terms)
         with self._lock:
             self._record(key, last, found)

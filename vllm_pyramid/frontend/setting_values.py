@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse single values of an engine's settings."""
+"""Parse and check single values of an engine's settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from vllm_pyramid.plan.quoted import quoted
+from vllm_pyramid.policy import Policy
+from vllm_pyramid.policy.capabilities import Feature, asked, refuse
+from vllm_pyramid.policy.overrides import RequestOverrides
+
 NO_SPANS = "none"
+# Settings with which the scheduler is told to keep everything, for `kv_shadow`.
+_FALLBACK = ("policy", "turn_mode")
 
 
 def parse_policy_args(value: object) -> dict[str, Any]:
@@ -53,11 +60,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def parse_gib(value: object, name: str) -> float | None:
-    """Parse a setting in GiB, a number above 0 or its text; None is none.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parse a setting in GiB, a number above 0 or its text; None is none. Else raise ValueError."""
     if value is None:
         return None
     number = math.nan
@@ -70,11 +73,7 @@ def parse_gib(value: object, name: str) -> float | None:
 
 
 def parse_keep(value: object) -> int | None:
-    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: not all.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parse `kv_keep`: `template` or `template+N`, with N tokens of each message; None: not all."""
     if value in (None, NO_SPANS):
         return None
     match = re.fullmatch(r"template(?:\+([0-9]{1,6}))?", value) if isinstance(value, str) else None
@@ -87,11 +86,7 @@ def parse_keep(value: object) -> int | None:
 
 
 def check_folder(folder: object, cache: object, size: object) -> None:
-    """Raise ValueError unless the settings of the host cache's folder go together.
-
-    Args:
-        folder, cache, size: `kv_host_cache_dir`, `kv_host_cache` and `kv_host_cache_dir_gib`.
-    """
+    """Raise ValueError unless the settings of the host cache's folder go together."""
     if folder is not None and not (isinstance(folder, str) and folder):
         raise ValueError(f"kv_host_cache_dir must be the path of a folder, not {folder!r}")
     if folder is not None and cache is None:
@@ -106,3 +101,36 @@ def check_folder(folder: object, cache: object, size: object) -> None:
 def bytes_of(gib: float | str | None) -> int | None:
     """Return the bytes of a number of GiB, or of its text; None is none."""
     return None if gib is None else int(float(gib) * 2**30)
+
+
+def parse_share(value: object, name: str) -> float | None:
+    """Parse a share: `5%`, or a number above 0 and at most 1; None is none. Else ValueError."""
+    if value is None:
+        return None
+    number = math.nan
+    if isinstance(value, str) and value.endswith("%"):
+        with suppress(ValueError):
+            number = float(value[:-1]) / 100
+    elif isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            number = float(value)
+    if not 0 < number <= 1:
+        raise ValueError(f"{name} must be a share such as 5% or 0.05, not {quoted(value)}")
+    return number
+
+
+def check_shadow(share: float | None, policy: Policy, overrides: RequestOverrides) -> None:
+    """Raise ValueError where comparing has no effect, or where the whole cache is not allowed."""
+    reason = None
+    if share is None:
+        reason = "kv_shadow_floor is the floor of kv_shadow, which is not given"
+    elif not policy.evicts:
+        reason = f"kv_shadow compares what a policy evicts, and {policy.name!r} keeps every token"
+    elif overrides.max_budget is not None or not set(_FALLBACK) <= set(overrides.allowed):
+        reason = (
+            "kv_shadow lets requests of an application keep everything, and kv_request_overrides "
+            "(without policy or turn_mode) or kv_max_request_budget forbids it"
+        )
+    if reason is not None:
+        raise ValueError(f"{reason}: leave it out")
+    refuse(policy, asked(Feature.SHADOW))

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parse and check the settings of an engine (those of a request: `policy/request_keys.py`).
 
-They stand in vLLM's `additional_config` under these keys, from the flags or the user's own code:
-
-    {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_min_tokens": 256,
-     "kv_policy_args": {"beta": 14}, "kv_evict": "pressure", "kv_trace": "DIR", "kv_swap_space": 4,
-     "kv_admission": "forecast", "kv_request_overrides": "budget,turns",
-     "kv_max_request_budget": "25%", "kv_keep": "template+16", "kv_host_cache": 16,
-     "kv_turn_mode": "auto", "kv_session_ttl": 3600}
-
-The front end reads them once (`KVSettings`), with the policy's file, and adds the checked result
-under `SERVED_KEY` as data. The engine core and the workers read only that (`ServedSettings`): they
-open no file and check nothing again.
+They stand in vLLM's `additional_config`, from the flags or the user's own code. The front end reads
+them once (`KVSettings`), with the policy's file, and adds the checked result under `SERVED_KEY` as
+data. The engine core and the workers read only that (`ServedSettings`): they open no file and check
+nothing again.
 """
 
 from __future__ import annotations
@@ -25,11 +18,12 @@ from vllm_pyramid.frontend.anchor import parse_anchor
 from vllm_pyramid.frontend.setting_values import (
     bytes_of,
     check_folder,
+    check_shadow,
     parse_gib,
     parse_keep,
     parse_policy_args,
+    parse_share,
 )
-from vllm_pyramid.frontend.shadow_settings import check_shadow, parse_share
 from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Budget, Policy, load_policy
 from vllm_pyramid.policy.capabilities import Feature, refusal_of, refuse
 from vllm_pyramid.policy.checks import parse_min_tokens, parse_session_ttl, refuse_unknown
@@ -88,39 +82,13 @@ def without_ours(additional_config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KVSettings:
-    """The checked settings of an engine.
+    """The checked settings of an engine, as the flags explain them (`flags.py`); None: the default.
 
     Attributes:
         kv_policy: a preset's name, the path of a `.yaml` file, or `none` (the plugin stays inert).
-        kv_budget: `512`, `"512"` or `"12%"`; None for the preset's own.
-        kv_min_tokens: the floor of percentage budgets, so shorter prompts are kept whole; None for
-            the preset's own, or `DEFAULT_MIN_TOKENS`.
-        kv_policy_args: changes to the preset (see `load_policy`).
-        kv_evict: `pressure` to evict prompts only when the pool lacks blocks; None or `always` for
-            the policy's own schedule.
-        kv_trace: folder for one `.npz` file per request with the kept positions; None for no trace.
-        kv_swap_space: GiB of host memory that each worker allocates for V at most, for policies
-            with V on the host; None for as much as the device's KV cache, the upper limit.
-        kv_admission: when a waiting prompt is admitted, one of `ADMISSIONS`; None for `forecast` if
-            the policy evicts, and for vLLM's own rule, `prompt`, if it does not.
-        kv_request_overrides: settings that requests may give (`parse_overrides`); None: all.
-        kv_max_request_budget: the most that a request may have its prompt keep; None: no limit.
-        kv_keep: what of every chat stays in every layer and head, `template` or `template+N`;
-            `none`: what the policy keeps; None: the template of chats with tools, where it can.
-        kv_host_cache: GiB of host memory of an engine, all ranks together, for what the device's
-            prefix cache gives away; None for none.
-        kv_host_cache_dir: folder in which that survives a restart; None for none.
-        kv_host_cache_dir_gib: the most GiB of its files; None for as many as `kv_host_cache`.
-        kv_turn_mode: how requests with `kv_turns` continue that do not say it, one of `TURN_MODES`;
-            None for `auto`.
-        kv_session_ttl: seconds after which a session that is not used is forgotten; None for
-            `DEFAULT_SESSION_TTL`.
-        kv_anchor: lines that are left out of system prompts (`parse_anchor`); None: none.
-        kv_session_from: what names a request's session besides `kv_session`; None: nothing.
+        kv_min_tokens: None for the preset's own, or `DEFAULT_MIN_TOKENS`.
+        kv_admission: None for `forecast` if the policy evicts, and for `prompt` if it does not.
         kv_report_cached: whether each response says what the cache held for its request.
-        kv_page: whether the API server shows the live page.
-        kv_shadow: the share of requests whose answers are compared with the whole cache's.
-        kv_shadow_floor: the agreement below which an application runs with the whole cache.
     """
 
     kv_policy: str = NO_POLICY
@@ -158,41 +126,36 @@ class KVSettings:
         if self.kv_admission not in (None, *ADMISSIONS):
             known = " or ".join(ADMISSIONS)
             raise ValueError(f"kv_admission must be {known}, not {self.kv_admission!r}")
-        if not isinstance(self.kv_report_cached, bool):
-            raise ValueError(f"{REPORT_KEY} must be true or false, not {self.kv_report_cached!r}")
-        if not isinstance(self.kv_page, bool):
-            raise ValueError(f"{PAGE_KEY} must be true or false, not {self.kv_page!r}")
+        for key in (REPORT_KEY, PAGE_KEY):
+            if not isinstance(given := getattr(self, key), bool):
+                raise ValueError(f"{key} must be true or false, not {given!r}")
         sources = list(parse_session_from(self.kv_session_from)) or None
-        object.__setattr__(self, SESSION_KEY, sources)
         anchor = list(parse_anchor(self.kv_anchor)) or None
-        object.__setattr__(self, ANCHOR_KEY, anchor)
         of_servers = {"--kv-page": self.kv_page, "--kv-session-from": sources}
-        for flag, given in {**of_servers, "--kv-anchor": anchor}.items():
-            if given and self.kv_policy == NO_POLICY:
+        for flag, value in {**of_servers, "--kv-anchor": anchor}.items():
+            if value and self.kv_policy == NO_POLICY:
                 raise ValueError(
                     f"{flag} has an effect with a policy alone: choose one with --kv-policy, or "
                     "leave it out"
                 )
-        for key in SHADOW_KEYS:
-            object.__setattr__(self, key, parse_share(getattr(self, key), key))
+        parsed: dict[str, object] = {SESSION_KEY: sources, ANCHOR_KEY: anchor}
+        parsed |= {key: parse_share(getattr(self, key), key) for key in SHADOW_KEYS}
         if self.kv_request_overrides is not None:
-            overrides = parse_overrides(self.kv_request_overrides)
-            object.__setattr__(self, "kv_request_overrides", overrides)
+            parsed["kv_request_overrides"] = parse_overrides(self.kv_request_overrides)
         if self.kv_max_request_budget is not None:
             try:
-                limit = Budget.parse(self.kv_max_request_budget).value
+                parsed["kv_max_request_budget"] = Budget.parse(self.kv_max_request_budget).value
             except ValueError as error:
                 raise ValueError(f"kv_max_request_budget: {error}") from None
-            object.__setattr__(self, "kv_max_request_budget", limit)
-        min_tokens = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
-        object.__setattr__(self, "kv_min_tokens", min_tokens)
-        object.__setattr__(self, "kv_policy_args", parse_policy_args(self.kv_policy_args))
-        object.__setattr__(self, "kv_swap_space", parse_gib(self.kv_swap_space, "kv_swap_space"))
-        for key in ("kv_host_cache", "kv_host_cache_dir_gib"):
-            object.__setattr__(self, key, parse_gib(getattr(self, key), key))
+        parsed["kv_min_tokens"] = parse_min_tokens(self.kv_min_tokens, "kv_min_tokens")
+        parsed["kv_policy_args"] = parse_policy_args(self.kv_policy_args)
+        for key in ("kv_swap_space", "kv_host_cache", "kv_host_cache_dir_gib"):
+            parsed[key] = parse_gib(getattr(self, key), key)
+        parsed["kv_session_ttl"] = parse_session_ttl(self.kv_session_ttl)
+        for key, result in parsed.items():
+            object.__setattr__(self, key, result)
         check_folder(self.kv_host_cache_dir, self.kv_host_cache, self.kv_host_cache_dir_gib)
         parse_turn_mode(self.kv_turn_mode, "kv_turn_mode")
-        object.__setattr__(self, "kv_session_ttl", parse_session_ttl(self.kv_session_ttl))
         if self.kv_policy == NO_POLICY:
             given = [key for key in CONFIG_KEYS[1:] if getattr(self, key) not in (None, {})]
             if given:
@@ -208,8 +171,9 @@ class KVSettings:
             )
         else:
             self._overrides.check_policy(self._loaded_policy)
-        if self.kv_shadow is not None or self.kv_shadow_floor is not None:
-            check_shadow(self, self._loaded_policy, self._overrides)
+        share = parse_share(self.kv_shadow, "kv_shadow")
+        if share is not None or self.kv_shadow_floor is not None:
+            check_shadow(share, self._loaded_policy, self._overrides)
         if parse_keep(self.kv_keep) is not None:
             _check_keep(self._loaded_policy)
         if sources is not None and self._turn_mode != EXACT:

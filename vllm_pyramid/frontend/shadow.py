@@ -25,8 +25,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm_pyramid.compat import finished_requests
 from vllm_pyramid.compat.finished_requests import FinishedRequest, is_idle
 from vllm_pyramid.frontend.sessions import Key, Tenants
-from vllm_pyramid.frontend.shadow_judge import Comparison, ShadowJudge
-from vllm_pyramid.frontend.shadow_metrics import ShadowMetrics
+from vllm_pyramid.frontend.shadow_judge import ShadowJudge
+from vllm_pyramid.frontend.shadow_metrics import Comparison, ShadowMetrics
 from vllm_pyramid.policy.request import (
     FULL_POLICY,
     KEEP_EVERYTHING,
@@ -79,11 +79,7 @@ class _Job:
 
 
 class Shadow:
-    """Samples, replays and judges the requests of one engine.
-
-    Args:
-        settings: the served policy's. max_model_len: tokens of the longest sequence.
-    """
+    """Samples, replays and judges the requests of one engine."""
 
     def __init__(
         self, settings: ServedSettings, max_model_len: int, metrics: ShadowMetrics
@@ -126,11 +122,7 @@ class Shadow:
         return params
 
     def choose(self, request: Any, found: ServedRequest) -> ServedRequest:
-        """Stop a replay; sample the request, or let it run with the whole cache.
-
-        Args:
-            request: vLLM's `EngineCoreRequest`; its settings change if it runs with the whole
-                cache.
+        """Stop a replay; sample the request, or change its settings so that it keeps everything.
 
         Returns:
             How the request is served.
@@ -159,11 +151,9 @@ class Shadow:
         return found
 
     def on_finishing(self, note: Key | str, report: dict[str, Any]) -> None:
-        """Say in the report that the request ran with the whole cache.
+        """Say in the report that the request ran with the whole cache, if `note` is `full`.
 
-        Args:
-            note: the application whose sample it is; `full` if it ran so because its application
-                has to.
+        Any other note is the application whose sample the request is.
         """
         if note == FULL_POLICY:
             report[REPORT_KEY] = FULL_POLICY

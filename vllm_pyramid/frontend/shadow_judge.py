@@ -7,12 +7,12 @@ import math
 from collections import Counter as Counts
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.logger import init_logger
 
 from vllm_pyramid.frontend.sessions import Key
-from vllm_pyramid.frontend.shadow_metrics import ShadowMetrics
+from vllm_pyramid.frontend.shadow_metrics import Comparison, ShadowMetrics
 from vllm_pyramid.policy.limits import MAX_APPLICATIONS
 
 logger = init_logger(f"vllm.{__name__}")
@@ -23,21 +23,6 @@ MIN_COMPARISONS = 4
 MIN_TOKENS = 64
 # The share of requests that go on with the policy at most once their application does not.
 MAX_SHARE_OF_FULL = 0.1
-
-
-class Comparison(NamedTuple):
-    """An answer, as the whole cache sees it.
-
-    Attributes:
-        tokens: compared ones. agreed: those that the whole cache finds likeliest, too.
-        lost: log probability that the answer loses with the whole cache, in nats, summed over
-            `logprobs` tokens; these are 0 where the client asked for no log probabilities.
-    """
-
-    tokens: int
-    agreed: int
-    lost: float = 0.0
-    logprobs: int = 0
 
 
 @dataclass

@@ -5,18 +5,30 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Counts
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from prometheus_client import Counter, Gauge
-
-if TYPE_CHECKING:
-    from vllm_pyramid.frontend.shadow_judge import Comparison
+from vllm_pyramid.frontend.series import counter, gauge
 
 # Clients choose the names of applications, and each is a series of its own in Prometheus.
 MAX_LABELS = 64
 OTHERS = "(others)"
 # Comparisons after which what came before counts half.
 _HALVED_EVERY = 1024
+
+
+class Comparison(NamedTuple):
+    """An answer, as the whole cache sees it.
+
+    Attributes:
+        tokens: compared ones. agreed: those that the whole cache finds likeliest, too.
+        lost: log probability that the answer loses with the whole cache, in nats, summed over
+            `logprobs` tokens; these are 0 where the client asked for no log probabilities.
+    """
+
+    tokens: int
+    agreed: int
+    lost: float = 0.0
+    logprobs: int = 0
 
 
 class Labels:
@@ -49,56 +61,31 @@ class Labels:
 
 
 class ShadowMetrics:
-    """The metrics of `--kv-shadow`; one object per process.
-
-    Metrics (labels: application, cache: `evicted`, or `whole` for requests that evicted nothing):
-        vllm_pyramid:shadow_requests_total          answers that were compared
-        vllm_pyramid:shadow_tokens_total            their tokens behind the first eviction
-        vllm_pyramid:shadow_agreed_tokens_total     those that the whole cache finds likeliest, too
-        vllm_pyramid:shadow_logprob_tokens_total    tokens of answers with log probabilities
-        vllm_pyramid:shadow_lost_nats_total         log probability that they lose with the whole
-                                                    cache (its increases alone)
-
-    Without `cache`:
-        vllm_pyramid:shadow_full                    tenants whose application runs with the whole
-                                                    cache
-
-    Without labels but `reason`:
-        vllm_pyramid:shadow_dropped_total           answers that were not compared: `queue` (full),
-                                                    `busy` (the engine was never idle for long
-                                                    enough), `failed`
-    """
+    """The metrics of `--kv-shadow` (docs/usage.md lists them); one object per process."""
 
     def __init__(self) -> None:
-        labels = ["application", "cache"]
-        self._requests = Counter(
-            "vllm_pyramid:shadow_requests", "Answers compared with the whole cache.", labels
+        by_cache = ("application", "cache")
+        self._requests = counter(
+            "shadow_requests", "Answers compared with the whole cache.", *by_cache
         )
-        self._tokens = Counter("vllm_pyramid:shadow_tokens", "Tokens that were compared.", labels)
-        self._agreed = Counter(
-            "vllm_pyramid:shadow_agreed_tokens",
+        self._tokens = counter("shadow_tokens", "Tokens that were compared.", *by_cache)
+        self._agreed = counter(
+            "shadow_agreed_tokens",
             "Compared tokens that the whole cache finds likeliest, too.",
-            labels,
+            *by_cache,
         )
-        self._with_logprobs = Counter(
-            "vllm_pyramid:shadow_logprob_tokens",
+        self._with_logprobs = counter(
+            "shadow_logprob_tokens",
             "Compared tokens whose log probabilities the client asked for.",
-            labels,
+            *by_cache,
         )
-        self._lost = Counter(
-            "vllm_pyramid:shadow_lost_nats",
-            "Log probability that answers lose with the whole cache.",
-            labels,
+        self._lost = counter(
+            "shadow_lost_nats", "Log probability that answers lose with the whole cache.", *by_cache
         )
-        self._full = Gauge(
-            "vllm_pyramid:shadow_full",
-            "Tenants whose application runs with the whole cache.",
-            ["application"],
-            multiprocess_mode="mostrecent",
+        self._full = gauge(
+            "shadow_full", "Tenants whose application runs with the whole cache.", "application"
         )
-        self._dropped = Counter(
-            "vllm_pyramid:shadow_dropped", "Answers that could not be compared.", ["reason"]
-        )
+        self._dropped = counter("shadow_dropped", "Answers that could not be compared.", "reason")
         # The Prometheus client cannot remove series that several processes share.
         removable = not {"PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"} & os.environ.keys()
         self._labels = Labels(removable=removable)
@@ -108,12 +95,12 @@ class ShadowMetrics:
         """Return the label of an application that is compared."""
         label, gone = self._labels.use(application)
         if gone is not None:
-            for counter in (
+            for series in (
                 *(self._requests, self._tokens, self._agreed),
                 *(self._with_logprobs, self._lost),
             ):
                 for cache in ("evicted", "whole"):
-                    counter.remove(gone, cache)
+                    series.remove(gone, cache)
             self._full.remove(gone)
             self._show_full(application)
             self._show_full(gone)

@@ -78,8 +78,7 @@ def choose_weights(args: EngineArgs, model_config: ModelConfig) -> bool:
 
 
 def _is_alone(args: EngineArgs) -> bool:
-    """Return whether all workers are on this host: they compute with one type, and each host would
-    choose by its own memory."""
+    """Return whether all workers, which compute with one type, are on this host."""
     return (
         args.nnodes == 1
         and args.distributed_executor_backend != "ray"
@@ -123,8 +122,7 @@ def _decide(args: EngineArgs, model_config: ModelConfig, stored: str) -> str:
 
 
 def _free(args: EngineArgs) -> float:
-    """Return the bytes that weights and activations may have: what is free on the nodes of the
-    workers, without a KV cache whose size was given."""
+    """Return the free bytes of the workers' nodes, without a KV cache whose size was given."""
     workers = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
     free: float = min(available_host_memory(), sum(free_by_node()[:workers]))
     cache = args.kv_cache_memory_bytes or 0
@@ -136,9 +134,9 @@ def _free(args: EngineArgs) -> float:
 
 
 def float32_bytes(model_config: ModelConfig) -> int | None:
-    """Return the bytes of a model's weights as float32, by its files or configuration, or None.
+    """Return the bytes of a model's weights as float32, or None.
 
-    The larger of both, since a folder may have been downloaded in part.
+    They are the larger of what files and configuration say: a folder may be downloaded in part.
     """
     config = model_config.hf_text_config
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")

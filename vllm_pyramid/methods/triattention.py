@@ -2,9 +2,10 @@
 """Score keys by the queries that a model has on average (TriAttention, arXiv:2604.04921).
 
 Queries without their rotary embedding lie close to a centre, which belongs to the head and not to
-the text. So the attention that a key will get is foretold from its distance alone:
+the text. So the attention that a key will get is foretold from its distance alone.
+The centres are measured once for a model, in a checkout:
 
-    vllm-pyramid calibrate --queries --model MODEL --prompts FILE.jsonl -o centres.npz
+    python -m lab.heads.queries --model MODEL --prompts FILE.jsonl -o centres.npz
     vllm serve MODEL --kv-policy triattention --kv-policy-args '{"centres": "centres.npz"}'
 
 - **Positions.** A key is scored as it lies in the cache, rotated, against the centre rotated to
@@ -38,7 +39,7 @@ _ARRAYS = ("mean", "length")
 
 
 class Centres(NamedTuple):
-    """What `calibrate --queries` writes of a model: queries without their rotary embedding.
+    """What `python -m lab.heads.queries` writes: queries without their rotary embedding.
 
     Attributes:
         mean: `[L, H, D]` float32, of L layers' H query heads.
@@ -64,7 +65,7 @@ class Centres(NamedTuple):
         if not fits or not 0 < 2 * length.shape[2] <= mean.shape[2]:
             raise ValueError(
                 f"{name} holds centres of shape {list(mean.shape)} and lengths of shape "
-                f"{list(length.shape)}: write it with vllm-pyramid calibrate --queries"
+                f"{list(length.shape)}: write it with python -m lab.heads.queries"
             )
         if not (mean.isfinite().all() and length.isfinite().all()):
             raise ValueError(f"{name} holds a number that is not finite")
@@ -97,7 +98,7 @@ class TriAttentionScorer(Scorer):
     that spread around it. Of the query heads of a group the largest counts.
 
     Attributes:
-        centres: the file that `calibrate --queries` has written for the model.
+        centres: the file that `python -m lab.heads.queries` has written for the model.
         farthest: no offset ahead is larger.
         normalize: whether each query head's scores are taken less their mean and by their standard
             deviation before the largest is taken, as the authors evaluate it.
@@ -150,8 +151,8 @@ class TriAttentionScorer(Scorer):
         if self.centres is None:
             raise ValueError(
                 f"policy {policy.name!r} scores by the queries that a model has on average: "
-                "measure them with vllm-pyramid calibrate --queries --model MODEL --prompts "
-                "FILE.jsonl -o centres.npz, and add --kv-policy-args "
+                "measure them, in a checkout, with python -m lab.heads.queries --model MODEL "
+                "--prompts FILE.jsonl -o centres.npz, and add --kv-policy-args "
                 '\'{"centres": "centres.npz"}\''
             )
         Centres.read(self.centres)

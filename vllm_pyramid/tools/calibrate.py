@@ -3,8 +3,8 @@
 
 The real engine solves each prompt; a layer's share is its part of the tokens beyond window and
 sinks. The mean shares over the prompts become a policy file with the allocator `shares`, whose
-lengths are known beforehand: a request waits for no scores of other layers and solves nothing
-(XKV's sampling, arXiv:2412.05896: budgets of one application look alike, Fig. 10).
+lengths are known beforehand (XKV's sampling, arXiv:2412.05896: budgets of one application look
+alike, Fig. 10).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.served_settings import NO_POLICY
 from vllm_pyramid.tools.command_parts import Progress, parse_engine_args
-from vllm_pyramid.tools.heads import command as heads
 
 if TYPE_CHECKING:
     from vllm_pyramid.policy import Policy
@@ -37,25 +36,26 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""
     parser = commands.add_parser(
         "calibrate",
-        help="fit a policy to your prompts: average solved budgets; or measure which KV heads "
-        "look far back (--heads), or where queries lie (--queries)",
+        help="fit a policy to your prompts: average solved budgets",
     )
     parser.add_argument("--model", required=True, help="folder, or a Hugging Face name")
     parser.add_argument(
         "--prompts",
+        required=True,
         metavar="FILE.jsonl",
         help='one JSON object a line, with "prompt" (text) or "prompt_token_ids"',
     )
     parser.add_argument("--kv-budget", help="N tokens or P%% (default: the policy's)")
-    parser.add_argument("--kv-policy", help="a policy that solves budgets (default xkv)")
+    parser.add_argument(
+        "--kv-policy", default="xkv", help="a policy that solves budgets (default xkv)"
+    )
     parser.add_argument("--kv-policy-args", help="JSON, for example '{\"window\": 16}'")
-    parser.add_argument("-o", "--output", metavar="FILE.yaml", help="the policy")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.yaml", help="the policy")
     parser.add_argument(
         "--engine-args",
         metavar="JSON",
         help="further arguments of vllm_pyramid.LLM, for example '{\"max_model_len\": 8192}'",
     )
-    heads.add_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -79,10 +79,7 @@ class Calibration:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Return the prompts of a JSON Lines file, as vLLM takes them.
-
-    ValueError: the file is unreadable or empty, or a line is no such object.
-    """
+    """Return the prompts of a JSON Lines file, as vLLM takes them; ValueError names a wrong one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -108,8 +105,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(reports: Iterable[dict[str, Any]], floor: int) -> Calibration:
-    """Return the shares in the responses' reports (`kv_transfer_params`), beyond `floor`, window
-    and sinks.
+    """Return the shares in the responses' reports (`kv_transfer_params`), beyond `floor`.
 
     ValueError: every prompt fits into the budget.
     """
@@ -195,25 +191,8 @@ def checked_output(name: str) -> Path:
     return output
 
 
-def _check_needed(args: argparse.Namespace) -> None:
-    """Raise ValueError if a file is missing that the flags ask for."""
-    needed = ["output"] if args.heads else ["prompts", "output"]
-    missing = [f"--{name}" for name in needed if getattr(args, name) is None]
-    if missing:
-        raise ValueError(f"calibrate needs {' and '.join(missing)}")
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns 0 on success."""
-    heads.check_flags(args)
-    _check_needed(args)
-    if args.heads:
-        return heads.run(args)
-    if args.queries:
-        from vllm_pyramid.tools.heads import queries
-
-        return queries.run(args, read_prompts(Path(args.prompts)))
-    args.kv_policy = args.kv_policy or "xkv"
     # Short prompts have shares too.
     settings = KVSettings(
         args.kv_policy,

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 MARK = "@vllm-pyramid "
 # The end of a failed process's log that is shown; the reason stands in the last lines.
@@ -48,16 +48,16 @@ def read_tasks() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-class LoggedProcess:
-    """A process whose log is part of error messages. It ends with its `with` statement.
+class Child:
+    """A process that waits for tasks, with the protocol at the top of this file.
+
+    Its log is part of error messages. It ends with its `with` statement.
 
     Args:
-        command: the program and its arguments. what: its name in error messages.
+        what: its name in error messages.
         offline: whether nothing may be fetched from a hub.
         environment: variables in addition to those of this process.
     """
-
-    _piped: ClassVar[bool] = False  # its standard input and output; else the log has the output
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class LoggedProcess:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             list(command),
-            stdin=subprocess.PIPE if self._piped else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if self._piped else self._log,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env={
@@ -103,12 +103,6 @@ class LoggedProcess:
         lines = [line for line in self._log if not line.startswith(_LEAKS)]
         tail = "".join(lines[-_LOG_TAIL_LINES:])
         return ChildError(f"{self.what} failed with exit status {status}; its log ends:\n\n{tail}")
-
-
-class Child(LoggedProcess):
-    """A process that waits for tasks, with the protocol at the top of this file."""
-
-    _piped = True
 
     def ask(self, task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Give it a task, and yield messages up to one that has `done`; ChildError: it ended."""
@@ -146,11 +140,12 @@ class Child(LoggedProcess):
 def run_child(
     module: str, task: Mapping[str, Any], what: str, *, offline: bool
 ) -> Generator[dict[str, Any], None, None]:
-    """Run `python -m module` on one task, and yield its messages as they come; ChildError: it
-    failed.
+    """Run `python -m module` on one task, and yield its messages as they come.
 
-    Every process that it started has ended when the iterator is closed or exhausted. `what` and
-    `offline` are as for `LoggedProcess`.
+    Every process that it started has ended when the iterator is closed or exhausted.
+
+    Raises:
+        ChildError: it failed.
     """
     with Child([sys.executable, "-m", module], what, offline=offline) as child:
         yield from child.finish(task)

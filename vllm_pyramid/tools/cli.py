@@ -17,10 +17,9 @@ from vllm_pyramid.tools.budgets.command import add_command as add_budgets
 from vllm_pyramid.tools.doctor.command import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 from vllm_pyramid.tools.sessions import add_command as add_sessions
-from vllm_pyramid.tools.show.command import add_command as add_show
 from vllm_pyramid.tools.top.command import add_command as add_top
 
-_NEED_VLLM = ("bench", "calibrate", "eval", "show")
+_NEED_VLLM = ("bench", "calibrate", "eval")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -37,7 +36,6 @@ def _build_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_top(commands)
     add_sessions(commands)
-    add_show(commands)
     add_budgets(commands)
     add_eval(commands)
     add_bench(commands)

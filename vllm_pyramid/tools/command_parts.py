@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,6 @@ def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
         if not name.isascii() or not name.isdigit() or int(name) < least:
             raise ValueError(f"{what}: {name!r} is not a whole number of at least {least}")
     return tuple(map(int, found))
-
-
-def refuse_unused(
-    args: argparse.Namespace, flag: str, own: Sequence[str] = (), others: Sequence[str] = ()
-) -> None:
-    """Raise ValueError for flags that were given and would have no effect.
-
-    `flag` is of what the command does, such as `--heads`. `own` names flags that belong to it
-    alone, `others` those that do not go with it.
-    """
-    is_given = getattr(args, flag.removeprefix("--")) not in (None, False)
-    unused = others if is_given else own
-    given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name) is not None]
-    if given:
-        reason = f"does not go with {flag}" if is_given else f"without {flag} would have no effect"
-        raise ValueError(f"{', '.join(given)} {reason}: leave it out")
 
 
 def parse_engine_args(text: str | None) -> dict[str, Any]:

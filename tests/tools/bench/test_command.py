@@ -21,8 +21,6 @@ from vllm_pyramid.tools.cli import main
 
 pytestmark = pytest.mark.cpu
 
-SAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl")
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -54,15 +52,6 @@ SAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl")
         (
             ["prefix", "--policies", "snapkv,h2o", "--resume"],
             "--resume and h2o: it adds up",
-        ),
-        (["agents", "/nowhere.jsonl"], "cannot read /nowhere.jsonl: [Errno 2] No such file"),
-        (
-            ["agents", SAMPLE, "--prompt-len", "9", "--resume"],
-            "--prompt-len, --resume does not go with a file: leave it out",
-        ),
-        (
-            ["agents", SAMPLE, "--model", "built-in", "--output-len", "7000"],
-            "9709 with --output-len, and the model takes 8192: give --turns, or --num-prompts",
         ),
     ],
 )

@@ -13,10 +13,8 @@ import yaml
 from tests.engine.support import is_cpu_build
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.tools.bench.job import Job, Variant
-from vllm_pyramid.tools.bench.recordings import read_recording
 from vllm_pyramid.tools.bench.shapes import named_shape
 from vllm_pyramid.tools.cli import main
-from vllm_pyramid.tools.demo import model_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
@@ -83,41 +81,6 @@ def test_conversations_find_what_was_said(tmp_path: Path) -> None:
         assert row["resident_max"] == 1
         # So short a prompt is no measure of the speed: only that both kinds were timed.
         assert row["ttft_hit_ms"] > 0 and row["ttft_miss_ms"] > 0
-
-
-def test_recorded_agents_find_what_was_said(tmp_path: Path) -> None:
-    """The sample of the examples, one agent after the other, in a pool for all."""
-    sample = Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl"
-    command = ["bench", "agents", str(sample), "--model", "built-in", "--policies", "full,auto"]
-    command += ["--budget", "50%", "--concurrency", "1", "--pool-prompts", "8", "--threads", "1"]
-    command += ["--turns", "4", "--output-len", "8", "--repetitions", "1", "--host-cache", "0"]
-    assert main([*command, "--out", str(tmp_path)]) == 0
-    written = json.loads((tmp_path / "agents.json").read_text())
-    full, auto, resume, exact = written["rows"]
-    modes = [(row["policy"], row["turn_mode"]) for row in written["rows"]]
-    ours = [("auto", mode) for mode in ("auto", "resume", "exact")]
-    assert modes == [("full", ""), *ours]
-    options = {"most_agents": None, "most_turns": 4, "output_len": 8, "own_answers": False}
-    agents = read_recording(sample, str(model_path()), "chatml", **options).agents
-    # A turn finds the whole blocks that its prompt has in common with the one before. The second
-    # agent finds the first one's tools and system prompt; its own question comes behind them.
-    later = [
-        turn.shared // 16 * 16 for turns in agents for turn in turns if turn.before is not None
-    ]
-    one, other = (turns[0].rest for turns in agents)
-    begin = next(i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    tokens = sum(turn.prompt_len for turns in agents for turn in turns)
-    found = sum(later) + begin // 16 * 16
-    assert full["cached_share"] == pytest.approx(found / tokens)
-    # Evicted from, a prompt is found up to what its end's queries have to compute.
-    assert found / tokens - 0.02 < exact["cached_share"] <= found / tokens
-    assert found / tokens - 0.02 < resume["cached_share"] < found / tokens + 0.02
-    assert auto["cached_share"] == resume["cached_share"], "nothing here has lost its snapshot"
-    assert full["agreement"] == 1.0 and 0 <= resume["agreement"] < 1
-    turns = [row for row in written["by_turn"] if row["policy"] == "full"]
-    assert [row["turn"] for row in turns] == [1, 2, 3, 4, "all"]
-    assert sum(row["requests"] for row in turns[:-1]) == turns[-1]["requests"] == 8
-    assert all(0 < row["ttft_p50_ms"] <= row["e2e_p50_ms"] for row in turns)
 
 
 def test_decode_only(tmp_path: Path) -> None:

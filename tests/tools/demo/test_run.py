@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from vllm_pyramid.tools.child_process import ChildError
 from vllm_pyramid.tools.demo import model_path, run
-from vllm_pyramid.tools.eval.engine import ChildError, Work
+from vllm_pyramid.tools.eval.engine import Work
 from vllm_pyramid.tools.eval.result import EvictionReport, Result
 
 pytestmark = pytest.mark.cpu

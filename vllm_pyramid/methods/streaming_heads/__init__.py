@@ -6,7 +6,7 @@
 
 DuoAttention (arXiv:2410.10819) and RazorAttention (arXiv:2407.15891, without its compensation
 token): the heads that look far back are found once for a model, by a mask that is trained or by a
-probe (`vllm-pyramid calibrate --heads`). Nothing depends on the prompt, so a later question loses
+probe (`python -m lab.heads`). Nothing depends on the prompt, so a later question loses
 nothing that a streaming head would have been asked for.
 
 Streaming heads see the whole prompt while it is processed, and evict at its end. With
@@ -21,12 +21,12 @@ prefill takes less time and memory.
 Behind the prompt all heads keep what is generated, as other methods here do; the papers let the
 window slide on.
 
-The mask is measured once for a model:
+The mask is measured once for a model, in a checkout:
 
-    vllm-pyramid calibrate --heads --model MODEL -o heads --share 0.5
+    python -m lab.heads --model MODEL -o heads --share 0.5
     vllm serve MODEL --kv-policy duoattention --kv-policy-args '{"mask": "heads", "share": 0.5}'
 
-`calibrate` loads the model in Transformers and repeats random tokens four times. A KV head's score
+The command loads the model in Transformers and repeats random tokens four times. A KV head's score
 is the share of its attention that falls on earlier copies of a token (echo) or on what followed
 them (induction), whichever is larger. The probe refuses sliding windows, capped logits, learned
 sinks and latent attention. `mask` also takes published scores: DuoAttention's folder, or the
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# As DuoAttention evaluates them, and calibrate --heads does.
+# As DuoAttention evaluates them, and lab/heads does.
 SINKS, RECENT = 128, 256
 
 
@@ -88,7 +88,7 @@ class StreamingHeads(HeadLengths):
         mask: `[L][G]` scores of the KV heads, those that keep everything highest, or `[L][H]` of
             the query heads, of which the best counts for its KV head. In a preset and on the
             command line: a folder with `full_attention_heads.tsv` and `config.json`, as
-            DuoAttention publishes and `calibrate --heads` writes them, or HeadKV's `.json` file.
+            DuoAttention publishes and `python -m lab.heads` writes them, or HeadKV's `.json` file.
             None: only plans can be made, for which it does not matter which heads stream.
         share: of the KV heads that keep everything; of equal scores the lower layer's and head's.
         sinks: the first tokens, that a streaming head keeps. None: the folder's, else 128.
@@ -241,8 +241,8 @@ class StreamingHeads(HeadLengths):
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         if self.mask is None and 0 < self.share < 1:
             raise ValueError(
-                f"policy {policy.name!r} does not know which heads stream: measure it with "
-                "vllm-pyramid calibrate --heads --model MODEL -o FOLDER, or take a folder that "
-                "DuoAttention publishes for the model, and add --kv-policy-args "
+                f"policy {policy.name!r} does not know which heads stream: measure it in a "
+                "checkout with python -m lab.heads --model MODEL -o FOLDER, or take a folder "
+                "that DuoAttention publishes for the model, and add --kv-policy-args "
                 '\'{"mask": "FOLDER"}\''
             )

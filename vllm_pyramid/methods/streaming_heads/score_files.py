@@ -4,7 +4,7 @@
 DuoAttention (arXiv:2410.10819): a folder holds `full_attention_heads.tsv`, a line for each layer
 with a number from 0 to 1 for each of its KV heads, and `config.json` with `sink_size` and
 `recent_size`, the tokens that a streaming head sees at the beginning and at the end. DuoAttention
-and kvpress read the same two files, and `vllm-pyramid calibrate --heads` writes them.
+and kvpress read the same two files, and `python -m lab.heads` writes them.
 
 HeadKV (arXiv:2410.19258) and the detector of retrieval heads that it starts from: a `.json` file
 with a list of numbers for each query head, one for each needle that was found: `{"0-31": [0.1,

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.tools.bench.options import MEASURES, add_flags, parse
+from vllm_pyramid.tools.bench.options import MEASURES, EngineOptions, add_flags, parse
 from vllm_pyramid.tools.command_parts import check_writable
 
 
@@ -30,20 +31,31 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; return 0 on success. ValueError: a wrong option, or it failed."""
+    options = parse(MEASURES[args.measure], vars(args))
+
+    def measure(folder: Path, console: Any) -> None:
+        from vllm_pyramid.tools.bench.measures import run_measure
+        from vllm_pyramid.tools.bench.prepare import prepare
+
+        run_measure(args.measure, options, prepare(options, folder), console)
+
+    return run_with_folder(options, measure)
+
+
+def run_with_folder(options: EngineOptions, measure: Callable[[Path, Any], None]) -> int:
+    """Measure with a folder for a model and a console; return 0 on success. ValueError: failed."""
     from rich.console import Console
 
-    console, options = Console(), parse(args.measure, vars(args))
+    console = Console()
     if find_spec("pandas") is None:
         raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
     check_writable(options.out, (options.json_file,))
-    from vllm_pyramid.tools.bench.measures import run_measure
-    from vllm_pyramid.tools.bench.prepare import prepare
     from vllm_pyramid.tools.child_process import ChildError, orderly_termination
 
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
         try:
             with orderly_termination():
-                run_measure(args.measure, options, prepare(options, Path(folder)), console)
+                measure(Path(folder), console)
         except ChildError as error:
             raise ValueError(str(error)) from error
         except KeyboardInterrupt:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pyramid.policy.request_keys import RESUME
-from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import (
     Pages,
@@ -16,7 +16,6 @@ from vllm_pyramid.tools.bench.scheduler_log import (
     evictions_counted,
     steps_with_room,
 )
-from vllm_pyramid.tools.bench.talk import Talk
 
 _SETTLED_STEPS = 3  # without prefill: then no further request is admitted
 
@@ -36,6 +35,19 @@ def sampling(max_tokens: int, budget: str | None, **own: Any) -> Any:
     )
 
 
+@dataclass
+class _Talk:
+    """A conversation.
+
+    Attributes:
+        prompt: its latest. turns: what the user adds after that. ends: tokens of earlier prompts.
+    """
+
+    prompt: list[int]
+    turns: list[list[int]]
+    ends: list[int] = field(default_factory=list)
+
+
 class Engine:
     """Drives vLLM's engine step by step.
 
@@ -45,8 +57,6 @@ class Engine:
 
     def __init__(self, llm: Any, block_bytes: int) -> None:
         self.client = llm.llm_engine
-        settings = ServedSettings.of(self.client.vllm_config)
-        self.keeps_tools = settings is not None and settings.keep_tools
         self.scheduler = self.client.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         groups = self.scheduler.kv_cache_config.kv_cache_groups
@@ -75,10 +85,7 @@ class Engine:
         self._reserved = self.pool.get_new_blocks(spare // self.blocks_of_one)
 
     def send(self, prompt: list[int], params: Any, salt: str | None = None) -> str:
-        """Send a request, and return its name, which no other request has had.
-
-        It finds what came with the same `salt`.
-        """
+        """Send a request, which finds what came with the same `salt`; return its new name."""
         self._count += 1
         name = str(self._count)
         salted = {} if salt is None else {"cache_salt": salt}
@@ -119,7 +126,6 @@ class Engine:
         later: list[list[list[int]]] | None = None,
         concurrency: int | None = None,
         resume: bool = False,
-        forks: list[list[list[list[int]]]] | None = None,
     ) -> Sample:
         """Run a whole job of requests or conversations.
 
@@ -131,21 +137,18 @@ class Engine:
             concurrency: prompts under way at once; None: all.
             on_finish: called when the last turn of a prompt has been answered.
             resume: requests say where the turns before them ended.
-            forks: of each prompt, further branches (see `Talk`).
         """
         self.log.preemptions = 0
         pages = Pages.counted(self.scheduler)
         later = later or [[] for _ in prompts]
-        forks = forks or [[] for _ in prompts]
         expected = len(prompts) + sum(map(len, later))
-        expected += sum(len(turns) for branches in forks for turns in branches)
-        waiting = [Talk(*one) for one in zip(prompts, later, forks, strict=True)]
-        talks: dict[str, Talk] = {}
+        waiting = [_Talk(*one) for one in zip(prompts, later, strict=True)]
+        talks: dict[str, _Talk] = {}
         first: dict[str, float] = {}
         requests: list[Request] = []
         steps: list[Step] = []
 
-        def send(talk: Talk) -> None:
+        def send(talk: _Talk) -> None:
             own = {"kv_turns": list(talk.ends), "kv_turn_mode": RESUME} if resume else {}
             talks[self.send(talk.prompt, sampling(max_tokens, budget, **own))] = talk
 
@@ -162,14 +165,9 @@ class Engine:
                 Request(first[name] - sent, now - sent, len(tokens), prompt_len, cached, evicted)
             )
             talk = talks.pop(name)
-            begin = [turns for turns in talk.forks if len(turns) == len(talk.turns)]
             if talk.turns:
-                next_turn = talk.go_on(tokens, talk.turns)
-                next_turn.forks = [turns for turns in talk.forks if turns not in begin]
-                send(next_turn)
-            for turns in begin:
-                send(talk.go_on(tokens, turns))
-            if talk.turns:
+                prompt = [*talk.prompt, *tokens, *talk.turns[0]]
+                send(_Talk(prompt, talk.turns[1:], [*talk.ends, len(talk.prompt)]))
                 return
             on_finish()
             if waiting:

@@ -32,7 +32,7 @@ class Variant:
         policy: a policy's name or file, `stock` or `stock-prefix-caching`.
         budget: as on the command line; None where nothing is evicted.
         cache_dtype: of the KV cache, as `--kv-cache-dtype` names it; None for the model's.
-        turn_mode: how recorded sessions go on; None where nothing is evicted.
+        turn_mode: how sessions go on; None where nothing is evicted, or without sessions.
     """
 
     policy: str
@@ -114,15 +114,13 @@ class Job:
         num_prompts: requests, or conversations.
         pool_prompts: the KV cache has blocks for this many whole requests without eviction.
         engine_args: the user's arguments of every engine.
-        kv_swap_space: GiB of host memory for V, where a policy keeps it there; None for as much as
-            the KV cache.
+        kv_swap_space: GiB of host memory for V; None for as much as the KV cache.
         turns: of each conversation.
         shared_len: tokens with which all prompts begin.
         concurrency: requests or conversations under way at once; None: all.
         resume: whether turns go on with what our policies have kept of the turn before.
         prefix_caching: whether our policies share prefixes, those that can.
-        branches: ways in which each conversation goes on after half of its turns.
-        host_cache: GiB of host memory for a second tier, where a variant has one; None: none has.
+        host_cache: GiB of host memory for a second tier; None: none.
 
     Raises:
         ValueError: the requests are longer than the model allows.
@@ -140,7 +138,6 @@ class Job:
     concurrency: int | None = None
     resume: bool = False
     prefix_caching: bool = False
-    branches: int = 1
     host_cache: float | None = None
 
     def __post_init__(self) -> None:
@@ -171,24 +168,12 @@ class Job:
         tokens = self._draw(seed, self.num_prompts * self.turn_len)
         return [[*shared, *own] for own in self._turns(tokens)]
 
-    def later_turns(self, seed: int) -> list[list[list[int]]]:
+    def later_turns(self, seed: int | str) -> list[list[list[int]]]:
         """Return the users' later turns, `[num_prompts][turns - 1]` lists of token ids."""
         count = self.turns - 1
         tokens = self._draw(f"later {seed}", self.num_prompts * count * self.turn_len)
         made = self._turns(tokens)
         return [made[i * count : (i + 1) * count] for i in range(self.num_prompts)]
-
-    def forks(self, seed: int) -> list[list[list[list[int]]]]:
-        """Return what users say in the further branches, `[num_prompts][branches - 1][turns / 2]`.
-
-        A branch begins behind the answer that half of the turns have had.
-        """
-        count, others = self.turns // 2, self.branches - 1
-        made = []
-        for number in range(self.num_prompts):
-            names = [f"branch {seed} {number} {branch}" for branch in range(others)]
-            made.append([self._turns(self._draw(name, count * self.turn_len)) for name in names])
-        return made
 
     def _draw(self, seed: int | str, count: int) -> list[int]:
         # Above the special ones; those that the built-in tokenizer has too.
@@ -253,7 +238,7 @@ class Job:
         """Return the arguments of an engine besides its policy; the user's take precedence."""
         made: dict[str, Any] = {
             "max_model_len": self.prompt_len + self.output_len,
-            "max_num_seqs": self.num_prompts * self.branches,
+            "max_num_seqs": self.num_prompts,
             # A prompt is one chunk if it is not too long: then no step both prefills and decodes.
             "max_num_batched_tokens": max(2048, min(self.prompt_len + self.num_prompts, 16384)),
             "kv_cache_memory_bytes": self.pool_bytes,

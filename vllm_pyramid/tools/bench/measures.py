@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_pyramid.tools.bench.agents import by_turn, replays, turns_table
 from vllm_pyramid.tools.bench.job import WARM_UP_SEED, Variant
 from vllm_pyramid.tools.bench.options import EngineOptions, Throughput
 from vllm_pyramid.tools.bench.prepare import Prepared
 from vllm_pyramid.tools.bench.processes import Engines
-from vllm_pyramid.tools.bench.report import Samples, make_rows, records, write
+from vllm_pyramid.tools.bench.report import Samples, make_rows, write
 from vllm_pyramid.tools.command_parts import Progress
 
 
@@ -25,20 +24,12 @@ def run_measure(measure: str, options: EngineOptions, prepared: Prepared, consol
         Progress(console, total) as progress,
         Engines(prepared, share=not steady, on_stage=progress.stage) as engines,
     ):
-        if prepared.recording is not None:
-            samples = replays(prepared, engines, options.rounds, progress)
-        elif steady:
+        if steady:
             samples = decode_windows(prepared, engines, options.repetitions, progress)
         else:
             samples = whole_jobs(prepared, engines, options.rounds, progress)
-    about: dict[str, Any] = {"threads": prepared.threads, "baseline": prepared.variants[0].label}
-    rows = make_rows(measure, prepared.job, prepared.variants, samples)
-    if prepared.recording is not None:
-        turns = by_turn(samples)
-        about["by_turn"] = records(turns)
-        turns.to_csv(options.out / f"{measure}-by-turn.csv", index=False)
-        print(turns_table(turns), end="\n\n")
-    write(measure, options, rows, about)
+    about = {"threads": prepared.threads, "baseline": prepared.variants[0].label}
+    write(measure, options, make_rows(measure, prepared.job, prepared.variants, samples), about)
 
 
 def whole_jobs(
@@ -62,7 +53,7 @@ def whole_jobs(
         for variant in prepared.variants:
             progress.stage(f"{variant.label}, {number + 1}")
             task = _job_of(variant, prompts, job.output_len)
-            task |= {"later": later, "concurrency": job.concurrency, "forks": job.forks(number)}
+            task |= {"later": later, "concurrency": job.concurrency}
             task["resume"] = job.resume and not variant.is_stock
             sample = engines.ask(variant, "run", progress.advance, **task)
             sample |= {"pool_prompts": pool, "read_share": _read_share(variant, sample)}

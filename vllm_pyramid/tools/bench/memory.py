@@ -82,10 +82,7 @@ class PolicyMemory:
         return max(int(inside.sum()), self._most_after(self._plan(prompt_len), output_len))
 
     def _most_after(self, plan: RetentionPlan, output_len: int) -> int:
-        """Return the most blocks after the prompt, summed over the layers.
-
-        A request holds them before a later eviction, or at its end. The last token gets no slot.
-        """
+        """Return the most blocks of all layers before a later eviction, or at the end."""
         end, sizes = plan.prompt_len + output_len - 1, self._block_sizes
         most = 0
         for number in range(plan.end_number, plan.evictions_by(end) + 1):

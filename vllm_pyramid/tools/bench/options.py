@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of each measure of `vllm-pyramid bench`.
-
-A measure is a pydantic model: its fields make the flags, their help and their validation.
-"""
+"""The options of each measure of `vllm-pyramid bench`: fields make flags, help and validation."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -24,7 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_pyramid.policy.request_keys import TURN_MODES, parse_turn_mode
 from vllm_pyramid.tools.bench.shapes import SHAPES
 from vllm_pyramid.tools.command_parts import parse_engine_args
 
@@ -44,10 +40,6 @@ Pools = Annotated[tuple[Requests, ...], BeforeValidator(_split)]
 AtLeastTwo = Annotated[int, Field(ge=2)]  # output tokens: prefill gives the first
 ROOM = "(prompt and output) that the cache has room for without eviction"
 BUDGET = AliasChoices("budget", "budgets")
-NO_SESSIONS = "none"  # among turn modes
-# Of `bench agents`: options that a recording says itself, and those that only a recording has.
-_MADE = {"prompt_len", "shared_len", "branches", "resume"}
-_RECORDED = {"turn_modes", "chat_template", "own_answers"}
 
 
 class EngineOptions(BaseModel):
@@ -132,8 +124,9 @@ class Prefix(EngineOptions):
 
     policies: Names = Field(
         ("stock-prefix-caching", "auto"),
-        description="names, .yaml files, `stock` and `stock-prefix-caching`; the others are "
-        "compared with the first",
+        description="names, .yaml files, `stock`, `stock-prefix-caching`, and `stock-offloading` "
+        "for vLLM with --kv-offloading-size (not on the CPU); the others are compared with the "
+        "first",
     )
     prompt_len: PositiveInt = Field(1024, description="tokens that a user adds in each turn")
     num_prompts: PositiveInt = Field(8, description="conversations")
@@ -151,6 +144,9 @@ class Prefix(EngineOptions):
         description="requests of our policies say where their turns ended (kv_turns), so that each "
         "goes on with what the turn before has kept",
     )
+    host_cache: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = Field(
+        0.0, description="GiB of host memory: --kv-host-cache, and --kv-offloading-size; 0: none"
+    )
     pools: Pools = Field(
         (),
         validation_alias="pool_prompts",
@@ -164,76 +160,13 @@ class Prefix(EngineOptions):
         return self.shared_len + self.turns * self.prompt_len + answers
 
 
-class Agents(Prefix):
-    """agents: loops of tool calls with one system prompt, which branch, in a small pool; or those
-    of a file
-    """
-
-    file: Path | None = Field(
-        None,
-        description="recorded sessions to replay, JSON lines (docs/benchmarks.md); without it the "
-        "agents are made up",
-    )
-    policies: Names = Field(
-        ("stock-prefix-caching", "full"),
-        description="names, .yaml files, `stock-prefix-caching`, and `stock-offloading` for vLLM "
-        "with --kv-offloading-size (not on the CPU); the others are compared with the first",
-    )
-    prompt_len: PositiveInt = Field(350, description="tokens of a tool's result, in each turn")
-    output_len: AtLeastTwo = Field(
-        24, description="tokens of a tool call; of a recorded answer at most"
-    )
-    num_prompts: PositiveInt = Field(4, description="agents; of a recording the first ones (all)")
-    turns: AtLeastTwo = Field(16, description="of an agent; of a recorded one at most (all)")
-    concurrency: PositiveInt | None = Field(None, description="agents under way at once (all)")
-    shared_len: Annotated[int, Field(ge=0)] = Field(
-        2048, description="tokens of the system prompt and the tools, the same for all agents"
-    )
-    branches: PositiveInt = Field(
-        2, description="ways in which each agent goes on after half of its turns"
-    )
-    pools: Annotated[Pools, Field(min_length=1)] = Field(
-        (1.5,),
-        validation_alias="pool_prompts",
-        description="numbers of whole agents that the cache has room for without eviction",
-    )
-    host_cache: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = Field(
-        1.0, description="GiB of host memory: --kv-host-cache, and --kv-offloading-size; 0: none"
-    )
-    turn_modes: Names = Field(
-        TURN_MODES,
-        description="of a recording: how sessions go on, with each policy that evicts "
-        f"(kv_turn_mode), or `{NO_SESSIONS}` for requests without a session",
-    )
-    chat_template: str | None = Field(
-        None,
-        description="of a recording: a file, or `chatml`, in the place of the model's own, which "
-        "may know no tools; shapes and the built-in model have chatml",
-    )
-    own_answers: bool = Field(
-        False,
-        description="of a recording: prompts have the answers that the engine gave, not the "
-        "recorded ones",
-    )
-
-    @model_validator(mode="after")
-    def _check_recording(self) -> Agents:
-        unused = _RECORDED if self.file is None else _MADE
-        if given := sorted(self.model_fields_set & unused):
-            flags = ", ".join(f"--{name}".replace("_", "-") for name in given)
-            reason = "is for recorded sessions" if self.file is None else "does not go with a file"
-            raise ValueError(f"{flags} {reason}: leave it out")
-        for mode in self.turn_modes:
-            if mode != NO_SESSIONS:
-                parse_turn_mode(mode, f"--turn-modes (which also takes `{NO_SESSIONS}`)")
-        return self
-
-
 MEASURES: dict[str, type[EngineOptions]] = {
     "throughput": Throughput,
     "prefix": Prefix,
-    "agents": Agents,
 }
+
+
+Options = TypeVar("Options", bound=EngineOptions)
 
 
 def _flags(name: str, alias: str | AliasPath | AliasChoices | None) -> list[str]:
@@ -251,9 +184,6 @@ def _shown(value: Any) -> str:
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     """Add a flag for every field. The value of a flag that is not given is None."""
     for name, field in model.model_fields.items():
-        if name == "file":
-            parser.add_argument(name, metavar="FILE", nargs="?", help=field.description)
-            continue
         flags = _flags(name, field.validation_alias)
         text = field.description or ""
         if field.default not in (None, False, {}, ()):
@@ -265,9 +195,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
             parser.add_argument(*flags, dest=name, metavar=flags[0].lstrip("-").upper(), help=text)
 
 
-def parse(measure: str, given: Mapping[str, Any]) -> Any:
+def parse(model: type[Options], given: Mapping[str, Any]) -> Options:
     """Return the options of a measure from its flags' namespace; ValueError names a wrong flag."""
-    model = MEASURES[measure]
     values = {name: given[name] for name in model.model_fields if given.get(name) is not None}
     try:
         return model.model_validate(values)

@@ -16,8 +16,7 @@ from vllm_pyramid.compat.versions import runs_without_plugins
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.tools.bench.job import STOCK_OFFLOADING, Job, Variant, variants_of
-from vllm_pyramid.tools.bench.options import Agents, EngineOptions, Prefix
-from vllm_pyramid.tools.bench.recordings import Recording, read_recording
+from vllm_pyramid.tools.bench.options import EngineOptions, Prefix
 from vllm_pyramid.tools.bench.shapes import SHAPES, Shape, named_shape, shape_of_config, write_model
 
 BUILT_IN = "built-in"
@@ -31,7 +30,6 @@ class Prepared:
         variants: the first one is the baseline.
         model: folder or name. random: whether its weights are made up.
         threads: of each engine; None where a GPU computes.
-        recording: what agents replay, if they do.
     """
 
     job: Job
@@ -39,7 +37,6 @@ class Prepared:
     model: str
     random: bool
     threads: int | None
-    recording: Recording | None = None
 
 
 def prepare(options: EngineOptions, folder: Path) -> Prepared:
@@ -47,8 +44,12 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
 
     `folder` is for the files of a model with random weights.
     """
-    random = options.model in SHAPES
-    if random:
+    return with_job(options, *model_of(options, folder))
+
+
+def model_of(options: EngineOptions, folder: Path) -> tuple[str, Shape]:
+    """Return the folder or name of the model, and the shape that is served."""
+    if options.model in SHAPES:
         shape = named_shape(options.model, options.layers)
         write_model(shape, folder)
         model = str(folder)
@@ -61,58 +62,38 @@ def prepare(options: EngineOptions, folder: Path) -> Prepared:
 
         model = str(model_path()) if options.model == BUILT_IN else options.model
         shape = shape_of_config(model)
-    shape = shape.served_as(options.engine_args)
-    recording = _recording(options, model, shape)
-    talks: dict[str, Any] = {}
+    return model, shape.served_as(options.engine_args)
+
+
+def with_job(
+    options: EngineOptions,
+    model: str,
+    shape: Shape,
+    turn_modes: Sequence[str | None] = (None,),
+    **changes: Any,
+) -> Prepared:
+    """Return the job and the variants of the options; `changes` are other fields of the job."""
+    fields: dict[str, Any] = {
+        "prompt_len": options.longest_prompt,
+        "num_prompts": options.num_prompts,
+        "engine_args": options.engine_args,
+    }
     if isinstance(options, Prefix):
         names = ("turns", "shared_len", "concurrency", "resume")
-        talks = {name: getattr(options, name) for name in names} | {"prefix_caching": True}
-    if isinstance(options, Agents):
-        talks |= {"branches": options.branches, "host_cache": options.host_cache or None}
-    if recording is not None:
-        talks |= {"branches": recording.branches, "turns": recording.turns, "shared_len": 0}
+        fields |= {name: getattr(options, name) for name in names}
+        fields |= {"prefix_caching": True, "host_cache": options.host_cache or None}
+    fields |= changes
     job = Job(
         shape=shape,
-        prompt_len=options.longest_prompt if recording is None else recording.longest_prompt,
         output_len=options.output_len,
-        num_prompts=options.num_prompts if recording is None else len(recording.agents),
         pool_prompts=max(pool for pool, _ in options.rounds),
-        engine_args=_with_one_attention(options.engine_args),
         kv_swap_space=options.kv_swap_space,
-        **talks,
+        **fields | {"engine_args": _with_one_attention(fields["engine_args"])},
     )
-    modes = options.turn_modes if recording and isinstance(options, Agents) else (None,)
-    variants = variants_of(options.policies, options.budgets, job.prompt_len, shape, modes)
+    variants = variants_of(options.policies, options.budgets, job.prompt_len, shape, turn_modes)
     _check_variants(options, job, variants)
-    threads = _threads(options.threads)
-    return Prepared(job, tuple(variants), model, random, threads, recording)
-
-
-def _recording(options: EngineOptions, model: str, shape: Shape) -> Recording | None:
-    """Return the recorded sessions that the options name, as tokens of the model.
-
-    ValueError: the file is wrong, the model has no chat template, or a prompt is too long.
-    """
-    if not isinstance(options, Agents) or options.file is None:
-        return None
-    of_others = options.model in SHAPES or options.model == BUILT_IN
-    given = options.model_fields_set
-    recording = read_recording(
-        options.file,
-        model,
-        "chatml" if options.chat_template is None and of_others else options.chat_template,
-        most_agents=options.num_prompts if "num_prompts" in given else None,
-        most_turns=options.turns if "turns" in given else None,
-        output_len=options.output_len,
-        own_answers=options.own_answers,
-    )
-    if (tokens := recording.longest_prompt + options.output_len) > shape.positions:
-        raise ValueError(
-            f"{options.file}: the longest prompt has {recording.longest_prompt} tokens, "
-            f"{tokens} with --output-len, and the model takes {shape.positions}: give --turns, or "
-            "--num-prompts"
-        )
-    return recording
+    random = options.model in SHAPES
+    return Prepared(job, tuple(variants), model, random, _threads(options.threads))
 
 
 def _with_one_attention(engine_args: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +125,7 @@ def _check_variants(options: EngineOptions, job: Job, variants: Sequence[Variant
         )
     if offloads and job.host_cache is None:
         raise ValueError(
-            f"{STOCK_OFFLOADING} takes part in `bench agents` alone, with --host-cache: leave it "
-            "out"
+            f"{STOCK_OFFLOADING} takes part in `bench prefix` with --host-cache: leave it out"
         )
     for variant in variants:
         resumes = job.resume or variant.turn_mode == RESUME

@@ -24,14 +24,21 @@ def gpu_share(engines: int) -> float:
 
 
 class Engines:
-    """The processes of a bench; use it in a `with` statement. `on_stage` is told what is being
-    done.
+    """The processes of a bench, which run `module`; use it in a `with` statement.
 
     Variants of one policy may `share` an engine, since each request has its own budget, unless they
     have to hold requests at the same time.
     """
 
-    def __init__(self, prepared: Prepared, *, share: bool, on_stage: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        share: bool,
+        on_stage: Callable[[str], None],
+        module: str = "vllm_pyramid.tools.bench.tasks",
+    ) -> None:
+        self._module = module
         self._prepared, self._job, self._share = prepared, prepared.job, share
         self._children: dict[str, Child] = {}
         self._stack = ExitStack()
@@ -64,7 +71,7 @@ class Engines:
         prepared, job, threads = self._prepared, self._job, self._prepared.threads
         environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         child = Child(
-            [sys.executable, "-m", "vllm_pyramid.tools.bench.tasks"],
+            [sys.executable, "-m", self._module],
             f"the engine {variant.name!r}",
             offline=Path(prepared.model).is_dir(),
             environment=environment | variant.environment,

@@ -19,8 +19,7 @@ class Shape:
     """The sizes of a Llama model, in elements.
 
     Attributes:
-        layers, hidden, mlp: depth, width, width of the MLP. heads, kv_heads, head_size: attention.
-        vocabulary: rows of the output layer. positions: the longest sequence.
+        positions: the longest sequence.
         dtype: of the weights. cache_dtype: of K and V in the cache, if another, as vLLM calls it.
     """
 
@@ -36,10 +35,7 @@ class Shape:
     cache_dtype: str | None = None
 
     def served_as(self, engine_args: Mapping[str, Any]) -> Shape:
-        """Return the shape with the types `dtype` and `kv_cache_dtype` of an engine's arguments.
-
-        ValueError: a type that vLLM does not know by this name.
-        """
+        """Return the shape with an engine's types; ValueError: unknown names of types."""
         dtype = str(engine_args.get("dtype", "auto")).removeprefix("torch.")
         dtype = {"auto": self.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
         cache = str(engine_args.get("kv_cache_dtype", "auto"))
@@ -114,10 +110,7 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 
 def shape_of_config(model: str) -> Shape:
-    """Return the shape of a model from its configuration.
-
-    ValueError: no readable configuration, or not a decoder with one MLP a layer.
-    """
+    """Return the shape of a model from its configuration; ValueError: it has no such shape."""
     from transformers import AutoConfig
 
     from vllm_pyramid.frontend.model_shape import longest_of_model, shape_of_model

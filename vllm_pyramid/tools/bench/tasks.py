@@ -8,12 +8,11 @@ engine core runs in this process, so that every step can be timed and observed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from vllm_pyramid.tools.bench.engine import Engine
-from vllm_pyramid.tools.bench.replay import replay
 from vllm_pyramid.tools.child_process import read_tasks, say
 
 
@@ -34,8 +33,11 @@ def start(task: dict[str, Any]) -> Engine:
     return Engine(LLM(task["model"], **args), task["block_bytes"])
 
 
-def main() -> None:
-    """Run `python -m vllm_pyramid.tools.bench.tasks`: do the tasks of standard input."""
+Methods = Mapping[str, Callable[..., Any]]
+
+
+def main(more: Callable[[Engine], Methods] = lambda engine: {}) -> None:
+    """Do the tasks of standard input, those of `more` too."""
     engine: Engine | None = None
     for task in read_tasks():
         do = task.pop("do")
@@ -44,12 +46,12 @@ def main() -> None:
             say(done={"pool_blocks": engine.pool_blocks})
             continue
         assert engine is not None
-        methods: dict[str, Callable[..., Any]] = {
+        methods: Methods = {
             "reserve": engine.reserve,
             "run": partial(engine.run, on_finish=lambda: say(progress=1)),
             "fill": partial(engine.fill, on_prefill=lambda new: say(progress=new)),
             "steps": engine.steps,
-            "replay": partial(replay, engine, on_finish=lambda: say(progress=1)),
+            **more(engine),
         }
         say(done=methods[do](**task))
 

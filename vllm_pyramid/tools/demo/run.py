@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pyramid demo`, or `make demo`: run one prompt of real text with three policies.
 
-A fact is hidden in the text and asked for at its end. For each policy: the answer, how many tokens
-every layer keeps, how many blocks the request holds before and after the eviction, and the speed.
-All numbers are the engine's own; where it does not report them, or did not evict, the demonstration
-fails. An engine of any policy serves requests that keep everything, so two engines are enough.
+A fact is hidden in the text and asked for at its end. All numbers are the engine's own; where it
+does not report them, or did not evict, the demonstration fails. An engine of any policy serves
+requests that keep everything, so two engines are enough.
 """
 
 from __future__ import annotations
@@ -21,15 +20,10 @@ from rich.panel import Panel
 from rich.table import Table
 
 from vllm_pyramid.policy import RECOMMENDED
+from vllm_pyramid.tools.child_process import ChildError, orderly_termination
 from vllm_pyramid.tools.command_parts import Progress
 from vllm_pyramid.tools.demo import model_path
-from vllm_pyramid.tools.eval.engine import (
-    ChildError,
-    Request,
-    Work,
-    answer_all,
-    orderly_termination,
-)
+from vllm_pyramid.tools.eval.engine import Request, Work, answer_all
 from vllm_pyramid.tools.eval.haystack import load_tokens
 from vllm_pyramid.tools.eval.phrases import CODE, begins_with, make_name, make_number
 from vllm_pyramid.tools.eval.result import Result
@@ -90,8 +84,7 @@ def work_of(
 
 
 def run_engine(work: Work, on_stage: Callable[[str], None]) -> Iterator[tuple[str, Result]]:
-    """Run an engine in a process, and yield each policy and its result; `on_stage` is told the
-    stage.
+    """Run an engine in a process, and yield each policy and its result.
 
     ChildError: the process failed (with the end of its log), gave no answer, or its engine evicted
     nothing although the policy has a budget.

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of `vllm-pyramid doctor`: what is installed, what will be used, what is missing.
-
-Nothing is started or downloaded. A check that fails becomes a line of the report.
-"""
+"""The checks of `vllm-pyramid doctor`. Nothing is started or downloaded."""
 
 from __future__ import annotations
 

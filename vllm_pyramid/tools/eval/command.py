@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vllm_pyramid.tools.eval.compare import Row
     from vllm_pyramid.tools.eval.haystack import Tokens
 
-__all__ = ["add_command"]
-
 
 def add_command(commands: Any) -> None:
     """Add the sub-command to the parser of `vllm-pyramid`."""

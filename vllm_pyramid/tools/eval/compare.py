@@ -19,8 +19,6 @@ from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import CODE, held_out_facts
 from vllm_pyramid.tools.eval.result import Reference, Result
 
-__all__ = ["Row", "compare", "made_up_prompts", "row_of"]
-
 FULL = "full"
 
 
@@ -67,9 +65,9 @@ def compare(
     """Return the results, `[budgets][prompts]`.
 
     Args:
-        policy, policy_args: as for `LLM`. policy_name: as the engine reports it.
+        policy_name: as the engine reports it.
         prompts: token ids. answer_tokens: most tokens of an answer; it ends with the text.
-        on_stage: gets what is being done. on_result: is called for each answer.
+        on_result: is called for each answer.
 
     Raises:
         ChildError: an engine failed. RuntimeError: an answer was not compared.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One policy's engine in a process, which answers all requests of a run.
 
-`answer_all` starts the process, and `run` runs in it. The process sends `{"stage": ...}` for the
-progress display and `{"key": ..., "result": {...}}` for every request.
+The process sends `{"stage": ...}` for the progress display and `{"key": ..., "result": {...}}` for
+every request.
 """
 
 from __future__ import annotations
@@ -21,16 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from vllm_pyramid.frontend.model_shape import shape_of_model
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request_keys import RESUME
-from vllm_pyramid.tools.child_process import (
-    ChildError,
-    orderly_termination,
-    read_task,
-    run_child,
-    say,
-)
+from vllm_pyramid.tools.child_process import read_task, run_child, say
 from vllm_pyramid.tools.eval.result import REFERENCE_TOKENS, EvictionReport, Reference, Result
-
-__all__ = ["ChildError", "Request", "Work", "answer_all", "orderly_termination"]
 
 
 class Request(BaseModel):
@@ -94,8 +86,7 @@ class Work(BaseModel):
     """What one engine is to do.
 
     Attributes:
-        label: names it in messages. model: folder or name.
-        kv_policy, kv_policy_args: as for `LLM`. policy_name: as the engine reports it.
+        label: names it in messages. policy_name: as the engine reports it.
         engine_args: further arguments of `LLM`. batch: requests given to the engine at a time.
         timed: warm up, then measure the speed.
     """
@@ -137,8 +128,10 @@ def answer_all(
 ) -> Generator[tuple[str, Result], None, None]:
     """Run an engine in a process; yield each request's key and result as they come.
 
-    Close the iterator, or let it run out: then every process that it started has ended. ChildError:
-    the engine failed; the message has the end of its log.
+    Every process that it started has ended when the iterator is closed or exhausted.
+
+    Raises:
+        ChildError: the engine failed; the message has the end of its log.
     """
     what = f"the engine with {work.label!r}"
     offline = Path(work.model).is_dir()

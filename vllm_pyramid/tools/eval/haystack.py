@@ -15,8 +15,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Tokens", "load_tokens", "topics"]
-
 # Tokens that may be missing at the end of a passage: few sentences are shorter.
 _SHORT = 16
 

@@ -14,18 +14,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = [
-    "CODE",
-    "DIGITS",
-    "FactPhrase",
-    "Question",
-    "begins_with",
-    "held_out_facts",
-    "is_held_out",
-    "make_names",
-    "make_numbers",
-]
-
 DIGITS = 5
 
 _ADJECTIVES = """

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["REFERENCE_TOKENS", "EvictionReport", "Reference", "Result"]
-
 # Likeliest tokens of a place that a reference holds; all others count as one.
 REFERENCE_TOKENS = 64
 

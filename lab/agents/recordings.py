@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded sessions of agents: the file of `bench agents FILE`, and the tokens of its turns.
+"""Recorded sessions of agents: the file of `--file`, and the tokens of its turns.
 
 A line of the file is a session, a JSON object: its name (`session`), its `messages` as OpenAI's
 chat completions have them, and its `tools`. A message may have `wait`, the seconds that its agent
@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
+from lab.agents.replay import Turn
 from vllm_pyramid.frontend.chat_template import MarkedChat, template_spans
-from vllm_pyramid.tools.bench.talk import Turn
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n"

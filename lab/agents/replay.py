@@ -7,13 +7,41 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, takewhile
 from typing import Any
 
+from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.tools.bench.engine import Engine, sampling
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import Pages
-from vllm_pyramid.tools.bench.talk import Turn
+from vllm_pyramid.tools.bench.tasks import main
+from vllm_pyramid.tools.child_process import say
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a recorded agent, which is a list of these.
+
+    Attributes:
+        number: of its path from the agent's beginning, from 1.
+        before: the turn, of the agent's list, behind whose answer it is sent; None for a first one.
+        shared: tokens that its prompt has in common with the prompt of that turn.
+        rest: tokens behind those; with the engine's own answers, behind the answer to that prompt.
+        prompt_len: tokens of its prompt; with the engine's own answers, at most.
+        max_tokens: of its answer.
+        wait: seconds between the answer before it and the moment it is sent.
+        fixed: tokens before the first message, if the agent has tools: a server keeps them.
+    """
+
+    number: int
+    before: int | None
+    shared: int
+    rest: list[int]
+    prompt_len: int
+    max_tokens: int
+    wait: float
+    fixed: int = 0
 
 
 @dataclass
@@ -56,6 +84,8 @@ class Replay:
         self._engine, self._budget, self._turn_mode = engine, budget, turn_mode
         self._salt, self._own_answers, self._ends = salt, own_answers, set(ends)
         self._on_finish = on_finish
+        served = ServedSettings.of(engine.client.vllm_config)
+        self._keeps_tools = served is not None and served.keep_tools
         self._waiting: list[_Agent] = []
         self._due: list[tuple[float, int, _Agent, int, list[int]]] = []
         self._order = count()
@@ -106,7 +136,7 @@ class Replay:
         if self._turn_mode is not None:
             own = {"kv_session": f"agent-{agent.number}", "kv_turn_mode": self._turn_mode}
         turn = agent.turns[index]
-        if self._engine.keeps_tools and turn.fixed:
+        if self._keeps_tools and turn.fixed:
             own["kv_keep"] = [0, turn.fixed]
         params = sampling(turn.max_tokens, self._budget, **own)
         name = self._engine.send(prompt, params, self._salt)
@@ -151,3 +181,7 @@ def replay(
     """Replay agents whose turns came as JSON; `settings` are those of `Replay`."""
     turns = [[Turn(**turn) for turn in agent] for agent in agents]
     return Replay(engine, **settings).run(turns, concurrency)
+
+
+if __name__ == "__main__":
+    main(lambda engine: {"replay": partial(replay, engine, on_finish=lambda: say(progress=1))})

@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 
-from vllm_pyramid.tools.bench import replay as replay_module
-from vllm_pyramid.tools.bench.agents import agreed_tokens, by_turn, turns_table
-from vllm_pyramid.tools.bench.job import Variant
-from vllm_pyramid.tools.bench.recordings import Recording, read_recording, read_sessions
-from vllm_pyramid.tools.bench.replay import replay
+from lab.agents import replay as replay_module
+from lab.agents.__main__ import main
+from lab.agents.measure import agreed_tokens, by_turn, made_up, turns_table
+from lab.agents.recordings import Recording, read_recording, read_sessions
+from lab.agents.replay import replay
+from vllm_pyramid.tools.bench import prepare
+from vllm_pyramid.tools.bench.job import Job, Variant
 from vllm_pyramid.tools.bench.samples import Step
+from vllm_pyramid.tools.bench.shapes import SHAPES
 from vllm_pyramid.tools.demo import model_path
 
 pytestmark = pytest.mark.cpu
 
-SAMPLE = Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl"
+SAMPLE = Path(__file__).resolve().parents[1] / "agents" / "sample.jsonl"
 USER, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -168,9 +171,11 @@ class FakeEngine:
     def __init__(self) -> None:
         self.sent: list[tuple[list[int], Any, str, float]] = []
         self.open: list[str] = []
-        self.most, self.keeps_tools = 0, True
+        self.most = 0
         self.log, self.scheduler = SimpleNamespace(preemptions=3), SimpleNamespace()
-        self.client = SimpleNamespace(has_unfinished_requests=lambda: bool(self.open))
+        self.client = SimpleNamespace(
+            has_unfinished_requests=lambda: bool(self.open), vllm_config=None
+        )
 
     def send(self, prompt: list[int], params: Any, salt: str) -> str:
         self.sent.append((prompt, params, salt, time.perf_counter()))
@@ -209,6 +214,8 @@ def run(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[FakeEngine, d
         return SimpleNamespace(max_tokens=max_tokens, budget=budget, own=own)
 
     monkeypatch.setattr(replay_module, "sampling", sampling)
+    served = SimpleNamespace(of=lambda config: SimpleNamespace(keep_tools=True))
+    monkeypatch.setattr(replay_module, "ServedSettings", served)
     engine, finished = FakeEngine(), list[int]()
     given: dict[str, Any] = {"budget": "12%", "turn_mode": "exact", "salt": "s"}
     given |= {"own_answers": False, "ends": [52], "concurrency": None, **settings}
@@ -282,3 +289,83 @@ def test_the_sample_of_the_examples() -> None:
     found = recording(SAMPLE, output_len=64)
     assert [len(turns) for turns in found.agents] == [11, 5] and found.turns == 9
     assert 2000 < found.longest_prompt < 4000 and found.branches == 2
+    assert SAMPLE.stat().st_size < 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--file", "/nowhere.jsonl"], "cannot read /nowhere.jsonl: [Errno 2] No such file"),
+        (
+            ["--file", str(SAMPLE), "--prompt-len", "9", "--shared-len", "5"],
+            "--prompt-len, --shared-len does not go with a file: leave it out",
+        ),
+        (["--own-answers"], "--own-answers is for recorded sessions: leave it out"),
+        (["--resume"], "--resume: give --turn-modes resume"),
+        (["--turn-modes", "resume", "--policies", "h2o"], "--turn-modes resume and h2o: it adds"),
+        (
+            ["--file", str(SAMPLE), "--model", "built-in", "--output-len", "7000"],
+            "9709 with --output-len, and the model takes 8192: give --turns, or --num-prompts",
+        ),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepare, "runs_without_plugins", lambda: True)
+    assert main([*arguments, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_agents_that_are_made_up() -> None:
+    """Five turns of 10 tokens behind 20 shared ones, in two ways behind the third."""
+    job = Job(SHAPES["small"], 20 + 5 * 10 + 4 * 8, 8, 2, 4.0, turns=5, shared_len=20)
+    agents = made_up(job, 0, 2)
+    assert [turn.before for turn in agents[0]] == [None, 0, 1, 2, 3, 2, 5]
+    assert [turn.number for turn in agents[0]] == [1, 2, 3, 4, 5, 4, 5]
+    assert [turn.prompt_len for turn in agents[0]] == [30, 48, 66, 84, 102, 84, 102]
+    rests = [tuple(turn.rest[-10:]) for turns in agents for turn in turns]
+    assert len(set(rests)) == 14 and agents[0][0].rest[:20] == agents[1][0].rest[:20]
+    assert made_up(job, 1, 2)[0][0].rest != agents[0][0].rest
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.usefixtures("prepared_programs")
+def test_recorded_agents_find_what_was_said(tmp_path: Path) -> None:
+    """The sample of the examples, one agent after the other, in a pool for all."""
+    command = ["--file", str(SAMPLE), "--model", "built-in", "--policies", "full,auto"]
+    command += ["--budget", "50%", "--concurrency", "1", "--pool-prompts", "8", "--threads", "1"]
+    command += ["--turns", "4", "--output-len", "8", "--repetitions", "1", "--host-cache", "0"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "agents.json").read_text())
+    full, auto, resume, exact = written["rows"]
+    modes = [(row["policy"], row["turn_mode"]) for row in written["rows"]]
+    ours = [("auto", mode) for mode in ("auto", "resume", "exact")]
+    assert modes == [("full", ""), *ours]
+    options = {"most_agents": None, "most_turns": 4, "output_len": 8, "own_answers": False}
+    agents = read_recording(SAMPLE, str(model_path()), "chatml", **options).agents
+    # A turn finds the whole blocks that its prompt has in common with the one before. The second
+    # agent finds the first one's tools and system prompt; its own question comes behind them.
+    later = [
+        turn.shared // 16 * 16 for turns in agents for turn in turns if turn.before is not None
+    ]
+    one, other = (turns[0].rest for turns in agents)
+    begin = next(i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    tokens = sum(turn.prompt_len for turns in agents for turn in turns)
+    found = sum(later) + begin // 16 * 16
+    assert full["cached_share"] == pytest.approx(found / tokens)
+    # Evicted from, a prompt is found up to what its end's queries have to compute.
+    assert found / tokens - 0.02 < exact["cached_share"] <= found / tokens
+    assert found / tokens - 0.02 < resume["cached_share"] < found / tokens + 0.02
+    assert auto["cached_share"] == resume["cached_share"], "nothing here has lost its snapshot"
+    assert full["agreement"] == 1.0 and 0 <= resume["agreement"] < 1
+    turns = [row for row in written["by_turn"] if row["policy"] == "full"]
+    assert [row["turn"] for row in turns] == [1, 2, 3, 4, "all"]
+    assert sum(row["requests"] for row in turns[:-1]) == turns[-1]["requests"] == 8
+    assert all(0 < row["ttft_p50_ms"] <= row["e2e_p50_ms"] for row in turns)

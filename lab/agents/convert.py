@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Convert logs of chats or requests to the recorded sessions of `vllm-pyramid bench agents FILE`.
+r"""Convert logs of chats or requests to recorded sessions, for `python -m lab.agents --file FILE`.
 
-    python scripts/convert_sessions.py LOG.jsonl sessions.jsonl
-    python scripts/convert_sessions.py requests.jsonl sessions.jsonl --messages body.messages \
+    python -m lab.agents.convert LOG.jsonl sessions.jsonl
+    python -m lab.agents.convert requests.jsonl sessions.jsonl --messages body.messages \
         --answer response.choices.0.message --tools body.tools
 
 The log is JSON lines, or a JSON array, or an object with an array in it (--records). A record has
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.tools.bench.recordings import read_sessions
+from lab.agents.recordings import read_sessions
 
 Messages = list[dict[str, Any]]
 

@@ -1,23 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench agents FILE`: recorded agents, all variants in turns, and what each turn found."""
+"""Replay agents on all variants in turns, and say what each turn found."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from vllm_pyramid.tools.bench.job import Variant
-from vllm_pyramid.tools.bench.options import NO_SESSIONS
+from lab.agents.replay import Turn
+from vllm_pyramid.tools.bench.job import Job, Variant
 from vllm_pyramid.tools.bench.prepare import Prepared
 from vllm_pyramid.tools.bench.processes import Engines
 from vllm_pyramid.tools.bench.report import Samples, identity
 from vllm_pyramid.tools.command_parts import Progress
 
 ALL = "all"  # in the place of a turn's number
+NO_SESSIONS = "none"  # among turn modes
+
+
+def made_up(job: Job, number: int, branches: int) -> list[list[Turn]]:
+    """Return agents of random tokens: each goes on in `branches` ways behind half of its turns."""
+    agents = []
+    others = [job.later_turns(f"{number}, branch {branch}") for branch in range(1, branches)]
+    mains = zip(job.prompts(number), job.later_turns(number), strict=True)
+    for place, (first, later) in enumerate(mains):
+        turns = [Turn(1, None, 0, first, len(first), job.output_len, 0.0)]
+        half = job.turns - 1 - job.turns // 2
+        for begin, rests in ((0, later), *((half, other[place][half:]) for other in others)):
+            before = begin
+            for rest in rests:
+                shared = turns[before].prompt_len
+                length = shared + job.output_len + len(rest)
+                turn = Turn(
+                    turns[before].number + 1, before, shared, rest, length, job.output_len, 0.0
+                )
+                before = len(turns)
+                turns.append(turn)
+        agents.append(turns)
+    return agents
 
 
 def replays(
@@ -25,18 +48,24 @@ def replays(
     engines: Engines,
     rounds: Sequence[tuple[float, int]],
     progress: Progress,
+    agents_of: Callable[[int], list[list[Turn]]],
+    ends: Sequence[int],
+    *,
+    own_answers: bool,
 ) -> Samples:
     """Replay all agents in each round, variant by variant; each engine warms up first.
+
+    Args:
+        agents_of: the agents of a repetition.
+        ends: tokens that end an answer.
 
     Raises:
         ValueError: a variant with a budget evicted nothing.
     """
-    recording = prepared.recording
-    assert recording is not None
-    agents = [[asdict(turn) for turn in turns] for turns in recording.agents]
-    settings = {"own_answers": recording.own_answers, "ends": recording.ends}
+    settings = {"own_answers": own_answers, "ends": ends}
     samples: Samples = []
     for place, (pool, number) in enumerate(rounds):
+        agents = [[asdict(turn) for turn in turns] for turns in agents_of(number)]
         for variant in prepared.variants:
             task: dict[str, Any] = {"budget": variant.budget, **settings}
             task["turn_mode"] = None if variant.turn_mode == NO_SESSIONS else variant.turn_mode
@@ -56,7 +85,7 @@ def replays(
                     "smaller budget"
                 )
             samples.append((variant, sample | {"pool_prompts": pool}))
-    _add_agreement(samples, recording.ends)
+    _add_agreement(samples, ends)
     return samples
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from lab.heads.scores import CONFIG, SCORES, HeadScores
 from vllm_pyramid.methods.streaming_heads.score_files import of_kv_heads, read_scores
-from vllm_pyramid.tools.heads.scores import CONFIG, SCORES, HeadScores
 
 pytestmark = pytest.mark.cpu
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lab.heads.probe import retrieval_heads
 from vllm_pyramid.methods.streaming_heads import RECENT, SINKS
 from vllm_pyramid.methods.streaming_heads.score_files import (
     CONFIG,
@@ -19,7 +20,6 @@ from vllm_pyramid.methods.streaming_heads.score_files import (
     of_kv_heads,
     read_scores,
 )
-from vllm_pyramid.tools.heads.probe import retrieval_heads
 
 
 @dataclass(frozen=True)

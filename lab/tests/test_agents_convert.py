@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/convert_sessions.py`: logs become recorded sessions."""
+"""`python -m lab.agents.convert`: logs become recorded sessions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from scripts.convert_sessions import convert
+from lab.agents.convert import convert
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_the_command(tmp_path: Path) -> None:
     odd = message("user", "A line,\u2028and another\x85.")
     case = {"id": "a", "messages": [SYSTEM, ASK], "reference": "So."}
     log.write_text(json.dumps({"cases": [case, {**case, "id": "b", "messages": [odd]}]}))
-    command = [sys.executable, "-m", "scripts.convert_sessions", str(log), str(output)]
+    command = [sys.executable, "-m", "lab.agents.convert", str(log), str(output)]
     done = subprocess.run(
         [*command, "--records", "cases", "--answer", "reference", "--name", "id"],
         cwd=ROOT,

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents with tools, recorded or made up, against stock vLLM and policies."""
