@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from tests.scheduler.harness import Setup, make_request
 from tests.scheduler.jobs import SMALL, Job, exact_request
@@ -263,14 +263,3 @@ def test_answers_that_orders_may_evict_count_as_far_as_they_stay() -> None:
     assert alone.bound == UNBOUNDED
     assert 296 * layers <= int(numbers.bound[0]) * block_size <= (296 + 3 * block_size) * layers
     assert numbers.peak == alone.peak == UNBOUNDED and numbers.given_back == alone.given_back
-
-
-def test_aborted_waiting_and_failed_requests_leave_nothing() -> None:
-    job = _small_job(SMALL, 12, 32)
-    job.step()
-    for name in ("r0", "r11"):
-        job.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-    job.add(make_request("wrong", 40, extra_args={"kv_budget": -1}))
-    job.finish()
-    admission = job.scheduler.pyramid.chunks.admission
-    assert admission is not None and admission.lengths.mean == FIRST_GUESS

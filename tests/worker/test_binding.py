@@ -411,29 +411,6 @@ def test_tables_are_as_large_as_is_said(
     assert (TablesV1.tensors_per_group, TablesV2.tensors_per_group) == (1, 2)
 
 
-@pytest.mark.parametrize("tables_class", [TablesV1, TablesV2])
-def test_tables_take_one_gib_at_vllms_defaults(
-    monkeypatch: pytest.MonkeyPatch, tables_class: Any
-) -> None:
-    """32 layers, 1,024 requests of 131,072 tokens, blocks of 16, steps of 8,192 tokens."""
-    names = [f"layers.{layer}.attn" for layer in range(32)]
-    monkeypatch.setattr(Runner, "tables_class", tables_class)
-    monkeypatch.setitem(globals(), "NAMES", names)
-    monkeypatch.setattr(StockRunner, "own", names)
-    runner = Runner("pyramidkv", heads=[2] * 32)
-    runner.vllm_config.model_config.max_model_len = 1 << 17
-    runner.vllm_config.scheduler_config.max_num_seqs = 1024
-    runner.vllm_config.scheduler_config.max_num_batched_tokens = 8192
-    memory = runner.pyramid.memory
-    memory._device = torch.device("cuda")
-    lengths_skips_and_slots = 32 * (1024 * (4 + 4 + 8) + 8 * 8192)
-    assert memory.table_bytes() == (1 << 30) + lengths_skips_and_slots
-    # Four rows of 1,024.
-    shifted = ShiftedTables(slice(0, 32), 4, [(8192, 16)] * 32, torch.device("cpu"))
-    assert shifted.tables[0].untyped_storage().nbytes() == (1 << 30) // 256
-    assert shifted.of_runner is shifted.tables
-
-
 STREAMS = {"mask": [[1.0, 0.0]] * 3}
 
 
