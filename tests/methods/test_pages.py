@@ -232,8 +232,7 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
             check()
 
 
-@pytest.mark.parametrize("at_once", [choosing.ROWS_AT_ONCE, 2])
-def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's chunk, a token with drafts that choose, and a short answer, in one call."""
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
     selector = _selector(policy.attend, 64)
