@@ -213,6 +213,15 @@ def test_a_turn_without_its_first_span_is_a_miss() -> None:
     assert pair.worker.num_resumed == 0
 
 
+@pytest.mark.parametrize("length", [73, 76, 77, 80, 81, 88, 89, 90])
+def test_a_session_is_found_up_to_the_last_token(length: int) -> None:
+    """A policy that asks for no queries leaves one token to compute: all whole blocks before it."""
+    pair = _pair(policy="keydiff", policy_args=(("window", 4), ("sinks", 1)))
+    said = _say(pair, "first", prompt(70), 21, [])
+    _say(pair, "second", said[:length], 2, [70])
+    assert pair.worker.num_adopted == (length - 1) // 4 * 4
+
+
 def test_turns_are_forgotten_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_pyramid.kv_cache.session_cache.MAX_TURNS", 1)
     pair = _pair()

@@ -220,7 +220,7 @@ def test_more_prompts_begin_while_they_share(
         job.step()
         begin.append(len(job.scheduler.running))
         job.finish()
-        assert job.too_soon == 0
+        assert job.too_soon == 0 and (job.preemptions == 0 or setup is not EVICTED)
         if extra:  # also behind the evictions
             begin[-1] = job.most_running
     assert begin[1] >= times * begin[0]
