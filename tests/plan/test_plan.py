@@ -156,17 +156,6 @@ def test_a_retention_has_no_budget_of_its_own() -> None:
     assert isinstance(limited, DeferredPlan) and limited.budget_tokens == 100 and not limited.exact
 
 
-@pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED - SPLIT))
-def test_a_budget_as_long_as_the_prompt_evicts_nothing(name: str) -> None:
-    policy = PRESETS[name]
-    for budget in ("100%", 4096, 4097) if policy.evicts else ("100%",):
-        plan = policy.plan(4096, 32, 16, Budget.parse(budget))
-        assert isinstance(plan, RetentionPlan) and not plan.end.skip.any()
-        assert plan.evicts == (policy.schedule.every > 0)  # then perhaps what is generated
-        assert (plan.end.keep == 4096).all()
-        assert (plan.end.blocks == 256).all()
-
-
 def test_pyramidkv_by_hand() -> None:
     """8 layers, B = 512 - 8: top 504 / 20 = 25.2, bottom 1008 - 25.2 = 982.8, step 136.8."""
     plan = load_policy("pyramidkv", 512).plan(8192, 8, 16)

@@ -23,7 +23,6 @@ from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin
 from vllm_pyramid.attention.per_head.lane_tables import LaneTables
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
-from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.step.hooks import LAYER_HOOKS
@@ -254,16 +253,6 @@ def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:
     assert runner.tables[0].shape == (ROWS, WIDTH)
 
 
-def test_nothing_is_replaced_where_kernels_know_skips() -> None:
-    runner = Runner()
-    groups = make_groups()
-    for group in groups:
-        group.metadata_builders[0].reads_shifted_tables = False
-    runner.initialize_kv_cache(groups)
-    assert runner.shifted is None
-    assert len({table.untyped_storage().data_ptr() for table in runner.tables}) == len(NAMES)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -338,20 +327,6 @@ def test_a_hook_that_attention_does_not_call_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=said):
         Runner("h2o").initialize_kv_cache(make_groups())
     Runner("pyramidkv").initialize_kv_cache(make_groups())
-
-
-def test_one_mass_for_all_layers() -> None:
-    runner = Runner("h2o")
-    groups = make_groups()
-    runner.initialize_kv_cache(groups)
-    contexts = [group.metadata_builders[0].context for group in groups]
-    (mass,) = runner.pyramid.tracker.hooks
-    assert isinstance(mass, KeyMass) and all(list(context.hooks) == [mass] for context in contexts)
-    assert mass.pages.shape == (30, 2, 16) and mass.pages.dtype == torch.float32
-    other = Runner("pyramidkv")
-    groups = make_groups()
-    other.initialize_kv_cache(groups)
-    assert not list(groups[0].metadata_builders[0].context.hooks)
 
 
 def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
