@@ -51,15 +51,9 @@ SAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "agents.jsonl")
             "h2o 12% has 1039 blocks of a layer for requests, of a cache for 1 whole ones without "
             "eviction, and one needs 1056: give the pool more",
         ),
-        (
-            ["prefix", "--policies", "snapkv,h2o", "--resume"],
-            "--resume and h2o: it adds up",
-        ),
+        (["prefix", "--policies", "snapkv,h2o", "--resume"], "--resume and h2o: it adds up"),
         (["agents", "/nowhere.jsonl"], "cannot read /nowhere.jsonl: [Errno 2] No such file"),
-        (
-            ["agents", SAMPLE, "--prompt-len", "9", "--resume"],
-            "--prompt-len, --resume does not go with a file: leave it out",
-        ),
+        (["agents", SAMPLE, "--prompt-len", "9", "--resume"], "--prompt-len, --resume does not go"),
         (
             ["agents", SAMPLE, "--model", "built-in", "--output-len", "7000"],
             "9709 with --output-len, and the model takes 8192: give --turns, or --num-prompts",
