@@ -257,8 +257,7 @@ class Worker:
             whole_graphs=lambda: graphs,
             at_step_end=lambda: self.joins,
             host_memory=lambda count: SimpleNamespace(
-                bytes=device.put(torch.zeros(count, dtype=torch.uint8)),
-                release=lambda: None,
+                bytes=device.put(torch.zeros(count, dtype=torch.uint8)), release=lambda: None
             ),
             copies=self.copies,
             table=lambda layer: self.shifted.tables[layer],

@@ -17,11 +17,7 @@ pytestmark = pytest.mark.cpu
 
 @pytest.mark.parametrize(
     ("sinks", "keep", "positions"),
-    [
-        (0, 4, [6, 7, 8, 9]),
-        (4, 7, [0, 1, 2, 3, 7, 8, 9]),
-        (4, 10, list(range(10))),
-    ],
+    [(0, 4, [6, 7, 8, 9]), (4, 7, [0, 1, 2, 3, 7, 8, 9]), (4, 10, list(range(10)))],
 )
 def test_what_recency_keeps(sinks: int, keep: int, positions: list[int]) -> None:
     """By its scores and the rule of the selector, and the oracle of other tests says the same."""

@@ -73,8 +73,7 @@ class Engine:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    "extra",
-    [{"kv_policy": "full"}, {"kv_min_tokens": 0}, {"kv_budget": "51%"}, {"kv_budget": 41}],
+    "extra", [{"kv_policy": "full"}, {"kv_min_tokens": 0}, {"kv_budget": "51%"}, {"kv_budget": 41}]
 )
 def test_what_the_operator_forbids(asynchronous: bool, extra: dict[str, Any]) -> None:
     engine = Engine(asynchronous=asynchronous, further=LIMITS)

@@ -191,12 +191,7 @@ def worst_step(policy: Policy, lens: list[int]) -> tuple[Any, Any, Any]:
     evictions = make_evictions(lens, plans=list(plans))
     rotary = Rotary(cos_sin(SIZE, max(lens) + 600))
     call = make_call(
-        tables,
-        ops=cpu,
-        query=query,
-        caches=(caches[0], caches[1]),
-        rotary=rotary,
-        scale=0.2,
+        tables, ops=cpu, query=query, caches=(caches[0], caches[1]), rotary=rotary, scale=0.2
     )
     tracker = make_tracker(policy, 1, BLOCK, len(lens), heads=KV_HEADS)
     for hooks in tracker.hooks.cache:

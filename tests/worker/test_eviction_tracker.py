@@ -52,8 +52,7 @@ def begin(tracker: EvictionTracker, rows: list[tuple[str, int, int, int]]) -> St
 
 @settings(max_examples=100)
 @given(
-    data=st.data(),
-    name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full", "later"]),
+    data=st.data(), name=st.sampled_from(["pyramidkv", "snapkv", "streaming-llm", "full", "later"])
 )
 def test_every_step_is_what_its_requests_say(data: st.DataObject, name: str) -> None:
     policy = LATER
