@@ -219,7 +219,8 @@ def test_budgets_are_shares() -> None:
 
 
 def test_a_step_inside_a_piece_is_an_error() -> None:
-    tracker = make_tracker(load_policy("pyramidinfer", None, {"piece_tokens": 48}), 5, 8, 1)
+    policy = load_policy("pyramidinfer", None, {"piece_tokens": 48, "min_context": 8})
+    tracker = make_tracker(policy, 5, 8, 1)
     tracker.add("0", 200, None)
     for computed, scheduled, said in (
         (0, 40, "must be computed whole"),
