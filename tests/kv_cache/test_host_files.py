@@ -7,7 +7,8 @@ import errno
 import os
 import pickle
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from tests.kv_cache.test_host_cache import blocks
+from tests.kv_cache.test_two_tiers import FullDisk
 from tests.worker.test_host_pool import BLOCKS, LAYERS, SLOTS, caches, specs
 from vllm_pyramid.compat.side_channel import HostFill
 from vllm_pyramid.kv_cache import bundle_file
@@ -205,6 +207,22 @@ def test_a_part_that_is_wrong_is_a_miss_for_all(
     server.killed()
 
 
+def test_what_one_rank_had_not_written_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    server = Server(tmp_path, ranks=2)
+    server.put((NAME, 0), (OTHER, 3))
+    server.killed()
+    Path(server.files._path(NAME)).unlink()
+    again = Server(tmp_path, ranks=2)
+    assert again.files.num_files == 1 and NAME not in again.host and OTHER in again.host
+    assert len(paths(tmp_path)) == 2
+    again.killed()
+    other = Server(tmp_path, namespace="of one rank", limit=2000)  # it makes room
+    assert other.put((NAME, 0)) == 0
+    (left,) = paths(tmp_path)
+    assert left.is_relative_to(other.files._own)
+    other.killed()
+
+
 def test_only_the_owner_reads(tmp_path: Path) -> None:
     server = Server(tmp_path / "new" / "folder")
     server.put((NAME, 0))
@@ -349,6 +367,27 @@ def test_the_least_recently_used_file_goes_first(tmp_path: Path) -> None:
     none.killed()
 
 
+def test_a_full_disk_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No file, no half file, and the step does not fail."""
+
+    @contextmanager
+    def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with open(*args, **kwargs) as file:
+            yield FullDisk(file)
+
+    server = Server(tmp_path)
+    monkeypatch.setattr(bundle_file, "open", opened, raising=False)
+    assert server.put((NAME, 0), (OTHER, 3)) == 2
+    assert not paths(tmp_path)
+    server.files.failed_to_write(2)
+    monkeypatch.undo()
+    assert server.host.longest_prefix([NAME]) == 0
+    assert server.files.counters.damaged == 0 and server.files.counters.unwritten == 2
+    server.killed()
+
+
 def test_a_folder_that_cannot_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +423,25 @@ def test_what_waits_for_a_slow_disk_is_limited(
     assert server.put(*((name, 0) for name in reversed(names))) == 2
     assert [server.host.longest_prefix([name]) for name in names] == [1, 1, 0, 0]
     server.killed()
+
+
+def test_a_reset_forgets_the_files(tmp_path: Path) -> None:
+    """Those on their way to the disk too; nothing is written afterwards, as weights may differ."""
+    server = Server(tmp_path)
+    server.save(NAME, 0)
+    server.step()
+    server.save(OTHER, 3)
+    server.host.clear()
+    assert NAME not in server.host and server.files.used_bytes == 0
+    server.save(NAME, 0)
+    copies = server.step()
+    assert copies.files.removed and not copies.files.saved
+    server.written()
+    assert not paths(tmp_path)
+    server.killed()
+    again = Server(tmp_path)
+    assert again.files.num_files == 0
+    again.killed()
 
 
 def test_the_prefix_found_so_far_is_not_pushed_out_by_what_is_read(tmp_path: Path) -> None:

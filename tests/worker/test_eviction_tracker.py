@@ -232,6 +232,21 @@ def test_a_solved_skip_holds_from_the_next_step_on() -> None:
         assert tracker.end_step() == ({}, {})
 
 
+def test_recomputation_solves_again_and_forgets_the_old_lengths() -> None:
+    _, tracker = make("xkv")
+    tracker.add("r", 64, None)
+    for keep in ([8, 30, 16, 10], [40, 8, 8, 8]):
+        first = begin(tracker, [("r", 64, 0, 40)])
+        assert first.evictions is None and not first.skips.any()
+        assert tracker.end_step() == ({}, {})
+        last = begin(tracker, [("r", 64, 40, 24)])
+        assert last.evictions is not None and last.evictions.deferred.size == 1
+        resolved = solve(tracker, 0, keep)
+        assert tracker.end_step()[0]["r"].keep == tuple(keep)
+        skips = begin(tracker, [("r", 64, 64, 1)]).skips
+        assert skips[:, 0].tolist() == resolved.end.skip.tolist()
+
+
 def test_a_prompt_that_ended_unsolved_is_a_bug() -> None:
     _, tracker = make("xkv")
     tracker.add("r", 64, None)
