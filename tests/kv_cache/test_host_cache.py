@@ -8,6 +8,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.harness import make_request
+from vllm_pyramid.compat.side_channel import TIER, read_messages
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_cache import HostCache
 
@@ -131,4 +132,19 @@ def test_a_session_comes_back_from_the_host() -> None:
     step = pair.step()
     assert step == {"second": len(said) - 48}, "all but the last token of the answer"
     assert host.counters.hits - before == 48
+    pair.run()
+
+
+def test_a_reset_empties_both_tiers() -> None:
+    """Weights may have changed: nothing is stored on the way out, and nothing found."""
+    pair = Pair(num_blocks=3 * 30, host_slots=200)
+    host = pair.host
+    pair.add("first", prompt(40))
+    pair.run()
+    pushed_out(pair)
+    assert host.used_slots > 10
+    assert pair.scheduler.reset_prefix_cache()
+    assert not host.used_slots and TIER not in read_messages(pair.scheduler.schedule())
+    pair.add("again", prompt(40))
+    assert pair.step() == {"again": 40}
     pair.run()

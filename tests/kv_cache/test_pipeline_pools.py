@@ -230,3 +230,26 @@ def test_what_is_set_aside_in_another_stage_stays() -> None:
     pools.touch_bundle(_name(0))
     pools.pools[1].get_new_blocks(9)
     assert not pools.bundles and list(pools.idle) == [aside]
+
+
+def test_blocks_go_back_to_their_own_stage() -> None:
+    pools = PipelinePools(9, False, 16, stages=PipelineLayout((1, 3)))
+    blocks = pools.get_blocks_of_layers([2, 5, 6])
+    of_pools = [pools.pools[0]] * 2 + [pools.pools[1]] * 4
+    for pool, block in zip(of_pools, blocks, strict=True):
+        assert pool.blocks[block.block_id] is block
+    assert pools.free_by_stage().tolist() == [6, 4]
+    assert pools.get_num_free_blocks() == 4
+    pools.free_blocks(blocks[:3])
+    assert pools.free_by_stage().tolist() == [8, 5]
+    pools.free_blocks(blocks[3:])
+    assert pools.free_by_stage().tolist() == [8, 8]
+
+
+def test_all_stages_forget_together() -> None:
+    pools = _pools_with_rows(2)
+    blocks = pools.pools[0].get_new_blocks(1)
+    assert not pools.reset_prefix_cache() and len(pools.bundles) == 2
+    pools.free_blocks(blocks)
+    assert pools.reset_prefix_cache() and not pools.bundles and not pools.idle
+    assert [pool.free_block_queue.num_free_blocks for pool in pools.pools] == [10, 10]

@@ -10,6 +10,7 @@ import pytest
 from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+from vllm_pyramid.compat.side_channel import PREFIXES, read_messages
 from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import Feature
@@ -139,6 +140,23 @@ def test_the_deepest_goes_first_and_the_oldest_prompt_before_it(stages: tuple[in
         )
     assert left[0] == 10, "the latest used"
     assert left[1] == 0 and 0 < left[2] < 10, "the oldest goes, then the next from its end"
+    pair.run()
+
+
+def test_evictions_of_one_step_copy_to_different_blocks() -> None:
+    """Also where one of them has all of its prompt there, whose rows then are the latest used."""
+    pair = Pair(num_blocks=3 * 38, max_num_batched_tokens=96)
+    pair.add("before", prompt(40))
+    pair.run()
+    pair.add("new", prompt(40, 100))
+    pair.add("again", prompt(40))
+    pair.add("newer", prompt(40, 200))
+    output = pair.scheduler.schedule()
+    assert output.num_scheduled_tokens == {"new": 40, "again": 8, "newer": 40}
+    copies = read_messages(output)[PREFIXES]
+    assert {name: len(blocks) for name, blocks in copies.items()} == {"new": 12, "newer": 12}
+    assert not set(copies["new"]) & set(copies["newer"])
+    pair.scheduler.update_from_output(output, pair.worker.execute(output))
     pair.run()
 
 
