@@ -158,9 +158,7 @@ def _write_tokenizer(folder: Path, shape: Shape, corpus: Sequence[str]) -> dict[
     vocabulary = tokenizer.get_vocab()
     token_ids = {token: vocabulary[token] for token in SPECIAL_TOKENS}
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A",
-        pair=f"{BEGIN} $A $B",
-        special_tokens=[(BEGIN, token_ids[BEGIN])],
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, token_ids[BEGIN])]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(

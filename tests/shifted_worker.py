@@ -183,7 +183,7 @@ class Worker:
             step and layer. calls: their inputs.
         attends_to_lists: what does that in place of the kernels; None: these do.
         survived: the tokens that reach the last layer, of each step whose prompts are thinned.
-        reports: the methods' reports of the steps.
+        reports: the methods' reports of the steps. more: the hooks in addition to the policy's.
         spoiled: the prompt whose keys are NaN, or None. failed: what the steps report of it.
     """
 
@@ -257,15 +257,15 @@ class Worker:
             whole_graphs=lambda: graphs,
             at_step_end=lambda: self.joins,
             host_memory=lambda count: SimpleNamespace(
-                bytes=device.put(torch.zeros(count, dtype=torch.uint8)),
-                release=lambda: None,
+                bytes=device.put(torch.zeros(count, dtype=torch.uint8)), release=lambda: None
             ),
             copies=self.copies,
             table=lambda layer: self.shifted.tables[layer],
             model=InnerLlama,
         )
-        own = [make(context) for make in more]
-        self.hooks = self.tracker.hooks = MethodHooks([*policy.worker_hooks(context), *own])
+        self.more: list[Any] = [make(context) for make in more]
+        self.hooks = MethodHooks([*policy.worker_hooks(context), *self.more])
+        self.tracker.hooks = self.hooks
         for hooks in self.hooks.cache:
             hooks.allocate(blocks)
         layout = TableLayout()

@@ -92,39 +92,6 @@ def test_stages_that_the_device_cannot_run(script: ModuleType) -> None:
     assert all(script.lacking(stage, old) for stage in script.STAGES)
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "reason"),
-    [
-        ("open(out, 'w').write('{\"a\": 1}')", "passed", None),
-        ("print('the cause'); sys.exit(3)", "failed", "exit status 3"),
-        ("open(out, 'w').write('none')", "failed", "bad result"),
-        ("pass", "failed", "bad result"),
-        ("print('the cause', flush=True); time.sleep(60)", "failed", "still running after 3 s"),
-    ],
-)
-def test_a_stage_ends_in_one_of_two_ways(
-    script: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    code: str,
-    status: str,
-    reason: str | None,
-) -> None:
-    def command(stage: object, output: Path) -> list[str]:
-        return [sys.executable, "-c", f"import sys, time; out = {str(output)!r}; {code}"]
-
-    monkeypatch.setattr(script, "command", command)
-    # On a busy machine Python itself may take a second.
-    limit = 3 if "sleep" in code else 60
-    entry = script.run_stage(script.Stage("name", limit, ("anything",)), tmp_path)
-    assert entry["status"] == status
-    if reason is None:
-        assert entry["result"] == {"a": 1}
-    else:
-        assert reason in entry["reason"]
-        assert ("the cause" in entry["log"]) == ("the cause" in code)
-
-
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_stage_is_asked_to_end_before_it_is_killed(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
@@ -248,6 +215,8 @@ def test_all_of_it_on_a_device_that_is_not_there(
                 for name in script.MATRIX
             )
             code = f"open({str(output)!r}, 'w').write({f'<t>{cases}</t>'!r})"
+        elif stage.name == "host-values":
+            code = f"open({str(output)!r}, 'w').write('none')"
         elif stage.name != "engine-flash_attn-graphs-v2":
             result = json.dumps(RESULTS.get(stage.name.split("-")[0], {}))
             code = f"open({str(output)!r}, 'w').write({result!r})"
@@ -261,7 +230,7 @@ def test_all_of_it_on_a_device_that_is_not_there(
     report = json.loads(file.read_text())
     assert list(report["stages"]) == [stage.name for stage in script.STAGES]
     status = {name: entry["status"] for name, entry in report["stages"].items()}
-    failed = {"engine-flash_attn-graphs-v2", "start-own-core"}
+    failed = {"engine-flash_attn-graphs-v2", "start-own-core", "host-values"}
     assert {name for name, word in status.items() if word == "failed"} == failed
     assert {name for name, word in status.items() if word == "skipped"} == {"start-tp2"}
     assert "a fault" in report["stages"]["engine-flash_attn-graphs-v2"]["log"]
@@ -273,7 +242,8 @@ def test_all_of_it_on_a_device_that_is_not_there(
     assert of["kernels"].endswith("0.812 of the copy bandwidth, decoding")
     assert of["start-in-process"].endswith("4321 blocks of the cache")
     assert of["thinning-triton_attn-float32-v1"].endswith("77 blocks, thinned")
-    assert of["host-values"].endswith("8192 bytes of V a token, kcache")
+    assert of["host-values-sync"].endswith("8192 bytes of V a token, kcache")
+    assert "bad result" in report["stages"]["host-values"]["reason"]
     assert of["engine-flash_attn-graphs-v2"].endswith("exit status 1")
     assert of["start-tp2"].endswith("needs 2 devices, here are 1")
     assert of["throughput-8k"].endswith("auto: 1.46 of the first's speed")
@@ -290,7 +260,7 @@ def test_all_of_it_on_a_device_that_is_not_there(
         "command",
         lambda stage, output: [sys.executable, "-c", f"open({str(output)!r}, 'w').write('{{}}')"],
     )
-    for name, is_record in (("engine-flash_attn-graphs-v2", False), ("start-own-core", True)):
+    for name, is_record in zip(sorted(failed), (False, False, True), strict=True):
         arguments = ["gpu_check.py", "--json", str(file), "--only", name]
         monkeypatch.setattr(sys, "argv", arguments)
         monkeypatch.setattr(script, "figure", lambda *_: "")

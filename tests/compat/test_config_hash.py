@@ -16,7 +16,7 @@ import pytest
 from vllm_pyramid.compat.config_hash import SettingsWithKey, install
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.scorer import Scorer
-from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
+from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.cpu
 
@@ -184,7 +184,3 @@ def test_a_users_own_part_counts_where_it_has_hooks(name: str, counts: bool, ins
 
     assert (key(1) != key(2)) is counts
     assert (key(1) != _of_graph("snapkv")) is counts
-
-
-def test_the_settings_key_itself_is_no_setting_of_the_user() -> None:
-    assert SERVED_KEY not in KVSettings("pyramidkv").to_additional_config()

@@ -125,11 +125,7 @@ def test_names_that_clients_send_name_sessions_where_the_operator_says_so() -> N
     assert len(hashed) == len(ODD_NAMES) and all(map(is_session_name, hashed))
 
 
-@pytest.mark.parametrize("beams", [True, False])
-def test_beams_have_no_settings(beams: bool) -> None:
-    if not beams:
-        assert http(Front(), {"X-KV-Session": "a"}, {})["kv_session"] == "a"
-        return
+def test_beams_have_no_settings() -> None:
     with pytest.raises(VLLMValidationError, match="'a' in X-KV-Session does not work with beam se"):
         http(Front(), {"X-KV-Session": "a"}, {}, beams=True)
 

@@ -13,13 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from tests.engine.families import _COMMON, FAMILIES, WINDOW
 from vllm_pyramid.frontend.cache_shape import CacheShape, OtherLayers
-from vllm_pyramid.frontend.layer_kinds import (
-    CHUNKED,
-    SLIDING,
-    STATE,
-    has_other_layers,
-    has_states,
-)
+from vllm_pyramid.frontend.layer_kinds import CHUNKED, SLIDING, STATE, has_other_layers, has_states
 from vllm_pyramid.frontend.model_shape import shape_of_model, state_block_size
 
 pytestmark = pytest.mark.cpu

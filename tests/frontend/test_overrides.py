@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_pyramid.frontend.requests import PolicyRequestChecks
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
@@ -101,37 +97,3 @@ def test_a_server_reports_the_cache_where_vllm_does(flags: list[str], hidden: bo
 def test_our_commands_take_them_as_engine_arguments() -> None:
     given = {"kv_request_overrides": ["budget"], "kv_max_request_budget": 512}
     assert parse_engine_args(json.dumps(given)) == given
-
-
-class Processor:
-    """vLLM's `InputProcessor` as far as the checks of requests look into it."""
-
-    def __init__(self, settings: ServedSettings) -> None:
-        self.vllm_config = SimpleNamespace(
-            additional_config={SERVED_KEY: settings.as_data()}, kv_transfer_config=None
-        )
-        self.model_config = SimpleNamespace(is_mm_prefix_lm=True)
-
-
-def _check(settings: ServedSettings, prompt_len: int, extra: dict[str, Any] | None) -> None:
-    checks, processor = PolicyRequestChecks(), cast(InputProcessor, Processor(settings))
-    params = SamplingParams(max_tokens=8, extra_args=extra)
-    request: Any = SimpleNamespace(
-        mm_features=None,
-        prompt_token_ids=[1] * prompt_len,
-        prompt_embeds=None,
-        sampling_params=params,
-    )
-    found, _ = checks.before(processor, params, None, resumable=False)
-    checks.after(processor, request, found)
-
-
-def test_the_front_end_answers_what_is_forbidden() -> None:
-    settings = served(kv_request_overrides="budget", kv_max_request_budget="25%")
-    _check(settings, 1000, None)
-    _check(settings, 1000, {"kv_budget": 256, "other": 1})
-    with pytest.raises(VLLMValidationError, match="kv_policy is not open to requests"):
-        _check(settings, 1000, {"kv_policy": "full"})
-    with pytest.raises(VLLMValidationError, match=r"keep 257 of 1000 tokens .* allows 256"):
-        _check(settings, 1000, {"kv_budget": 257})
-    _check(settings, 2000, {"kv_budget": 257})

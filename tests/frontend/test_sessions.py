@@ -34,20 +34,22 @@ class Clock:
         return self.now
 
 
-def say(known: Sessions, name: str, tokens: list[int], salt: str | None = None, **how: Any) -> Any:
+def send(known: Sessions, name: str, tokens: list[int], salt: str | None = None, **how: Any) -> Any:
+    """Send a prompt in a session."""
+    key, prompt = known.key(name, salt), Prompt(tokens, **how)
+    found = known.find(key, prompt)
+    known.record(key, prompt, found)
+    return found
+
+
+def say(*asked: Any, **how: Any) -> Any:
     """Send a prompt in a session; the turns that it resumes."""
-    key, prompt = known.key(name, salt), Prompt(tokens, **how)
-    found = known.find(key, prompt)
-    known.record(key, prompt, found)
-    return list(found.turns)
+    return list(send(*asked, **how).turns)
 
 
-def why(known: Sessions, name: str, tokens: list[int], salt: str | None = None, **how: Any) -> Any:
+def why(*asked: Any, **how: Any) -> Any:
     """Send a prompt in a session; why it does not continue the last turn."""
-    key, prompt = known.key(name, salt), Prompt(tokens, **how)
-    found = known.find(key, prompt)
-    known.record(key, prompt, found)
-    return found.why
+    return send(*asked, **how).why
 
 
 def test_a_prompt_resumes_the_longest_turn_that_it_begins_with() -> None:
@@ -318,3 +320,19 @@ def test_replicas_and_several_front_ends() -> None:
         Front({**one, "_api_process_count": 4}).ask(FIRST, {"kv_session": "a"})
     with pytest.raises(VLLMValidationError, match="front ends of their own"):
         Front({**one, "local_engines_only": True}).ask(FIRST, {"kv_session": "a"})
+
+
+def test_the_front_end_answers_what_is_forbidden() -> None:
+    front, prompt = Front(kv_request_overrides="budget", kv_max_request_budget="25%"), [1] * 1000
+    front.ask(prompt, {})
+    front.ask(prompt, {"kv_budget": 256, "other": 1})
+    for tokens, extra, changes, message in (
+        (prompt, {"kv_policy": "full"}, {}, "kv_policy is not open to requests"),
+        (prompt, {"kv_budget": 257}, {}, r"keep 257 of 1000 tokens .* allows 256"),
+        (prompt, {}, {"mm_features": ["an image"]}, "both directions: send text"),
+    ):
+        with pytest.raises(VLLMValidationError, match=message):
+            front.ask(tokens, extra, **changes)
+    front.ask(2 * prompt, {"kv_budget": 257})
+    front.processor.model_config.is_mm_prefix_lm = False
+    front.ask(prompt, {}, mm_features=["an image"])

@@ -161,10 +161,7 @@ def test_a_turn_that_cannot_resume_is_exact(extra: dict[str, Any], why: Any, wor
         ({"kv_policy": ""}, "not ''"),
         ({"kv_policy": "snap"}, "unknown policy 'snap'"),
         ({"kv_policy": "snapkv", "kv_budget": 0}, "out of range"),
-        ({"kv_policy": "snapkv", "kv_budget": -1}, "out of range"),
-        ({"kv_policy": "snapkv", "kv_budget": "120%"}, "at most 100%"),
         ({"kv_policy": "snapkv", "kv_budget": 5}, "at least 9"),
-        ({"kv_policy": "snapkv", "kv_budget": 0.5}, "is a float"),
         ({"kv_policy": "snapkv", "kv_policy_args": {"x": 1}}, "unknown argument 'x'"),
         ({"kv_policy": "snapkv", "kv_policy_args": "{"}, "not valid JSON.*line 1, column 2"),
         ({"kv_policy": "snapkv", "kv_trace": True}, "kv_trace must be"),
@@ -238,16 +235,9 @@ def test_a_request_that_asks_for_nothing(extra: Any) -> None:
     ("extra", "message"),
     [
         ({"kv_budget": 0}, "kv_budget of the request: budget 0 is out of range"),
-        ({"kv_budget": -3}, "out of range"),
-        ({"kv_budget": True}, "is a bool"),
-        ({"kv_budget": 100.0}, "is a float"),
-        ({"kv_budget": "120%"}, "at most 100%"),
-        ({"kv_budget": "many"}, "cannot be read"),
-        ({"kv_budget": [1]}, "is a list"),
         ({"kv_policy": 3}, "not 3"),
         ({"kv_policy": ""}, "not ''"),
         ({"kv_polcy": "full"}, "did you mean 'kv_policy'"),
-        ({"kv_budge": 5}, "did you mean 'kv_budget'"),
     ],
 )
 def test_requests_that_cannot_be_read(extra: dict[str, Any], message: str) -> None:

@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.new_blocks import NoBlocks
 from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.plan import Eviction, RetentionPlan
 from vllm_pyramid.policy import load_policy
@@ -59,25 +57,6 @@ def evict(coordinator: LockstepCoordinator, request_id: str, plan: RetentionPlan
     coordinator.plans.confirm(request_id, Eviction(int(plan.end.skip.sum())))
     coordinator.remove_skipped_blocks(request_id, plan.prompt_len, plan.prompt_len)
     check_pool(coordinator)
-
-
-def test_no_blocks_answers_as_vllm_does() -> None:
-    stock = KVCacheBlocks(((),) * NUM_LAYERS)
-    ours = NoBlocks(stock.blocks)
-    assert ours.get_block_ids() == stock.get_block_ids() == ([],) * NUM_LAYERS
-    assert ours.get_block_ids(group_ids=[1]) == stock.get_block_ids(group_ids=[1])
-    assert ours.get_block_ids(allow_none=True) is None
-    assert stock.get_block_ids(allow_none=True) is None
-
-
-def test_freeing_a_stranger_changes_nothing() -> None:
-    coordinator = make_coordinator()
-    allocate(coordinator, "r", 32)
-    coordinator.free("never seen")
-    coordinator.plans.confirm("never seen", Eviction(3))
-    coordinator.remove_skipped_blocks("never seen", 100, 100)
-    check_pool(coordinator)
-    assert coordinator.blocks_held("r") == [4] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("damage", ["double owner", "leak", "counter"])

@@ -80,6 +80,7 @@ def test_one_block_in_each_layer_looks_like_vllms_lists() -> None:
     assert mixed == ([column[0], column[1]], [], [column[2]])
     assert tables[0] == [column[0], column[0], column[1]] and tables[1] == [column[1]]
     assert kv_cache_blocks(mixed, none).get_block_ids() == ([7, 3], [], [5])
+    assert none.get_block_ids() == ([], [], []) and none.get_block_ids(allow_none=True) is None
     assert kv_cache_blocks((), none) is none
     assert kv_cache_blocks(([], []), none) is none
 

@@ -7,7 +7,6 @@ import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from tests.kv_cache.test_prefix_cache import Pair, prompt
-from tests.scheduler.checks import host_of
 from tests.scheduler.harness import make_request
 from vllm_pyramid.compat.side_channel import TIER, read_messages
 from vllm_pyramid.kv_cache.bundles import BlockBundle
@@ -82,8 +81,7 @@ def pushed_out(pair: Pair, tokens: int = 88) -> None:
 def test_a_prefix_is_found_behind_what_the_device_has(policy: str) -> None:
     full = {"budget": "100%", "policy_args": ()} if policy == "full" else {}
     pair = Pair(num_blocks=3 * 30, policy=policy, host_slots=200, **full)
-    host = host_of(pair.scheduler.coordinator)
-    assert host is not None
+    host = pair.host
     pair.add("first", prompt(40))
     pair.run()
     pushed_out(pair)
@@ -112,8 +110,7 @@ def test_a_prefix_is_found_behind_what_the_device_has(policy: str) -> None:
 def test_a_query_is_counted_once_and_a_miss_too() -> None:
     """A request that waits looks in every step, and counts when it begins."""
     pair = Pair(num_blocks=3 * 30, policy="full", budget="100%", policy_args=(), host_slots=50)
-    host = host_of(pair.scheduler.coordinator)
-    assert host is not None
+    host = pair.host
     pair.add("long", prompt(80), 12)
     pair.step()
     pair.add("waits", prompt(60, 300), 1)
@@ -121,27 +118,10 @@ def test_a_query_is_counted_once_and_a_miss_too() -> None:
     assert (host.counters.queries, host.counters.hits) == (76 + 56, 0)
 
 
-def test_a_reset_empties_both_tiers() -> None:
-    """Weights may have changed: nothing is stored on the way out, and nothing found."""
-    pair = Pair(num_blocks=3 * 30, host_slots=200)
-    host = host_of(pair.scheduler.coordinator)
-    assert host is not None
-    pair.add("first", prompt(40))
-    pair.run()
-    pushed_out(pair)
-    assert host.used_slots > 10
-    assert pair.scheduler.reset_prefix_cache()
-    assert not host.used_slots and TIER not in read_messages(pair.scheduler.schedule())
-    pair.add("again", prompt(40))
-    assert pair.step() == {"again": 40}
-    pair.run()
-
-
 def test_a_session_comes_back_from_the_host() -> None:
     """The base and what was computed behind it, to the last whole block."""
     pair = Pair(num_blocks=3 * 40, budget=16, host_slots=200, max_model_len=160)
-    host = host_of(pair.scheduler.coordinator)
-    assert host is not None
+    host = pair.host
     pair.add("first", prompt(40), 9, kv_turns=[])
     first = pair.scheduler.requests["first"]
     pair.run()
@@ -152,4 +132,19 @@ def test_a_session_comes_back_from_the_host() -> None:
     step = pair.step()
     assert step == {"second": len(said) - 48}, "all but the last token of the answer"
     assert host.counters.hits - before == 48
+    pair.run()
+
+
+def test_a_reset_empties_both_tiers() -> None:
+    """Weights may have changed: nothing is stored on the way out, and nothing found."""
+    pair = Pair(num_blocks=3 * 30, host_slots=200)
+    host = pair.host
+    pair.add("first", prompt(40))
+    pair.run()
+    pushed_out(pair)
+    assert host.used_slots > 10
+    assert pair.scheduler.reset_prefix_cache()
+    assert not host.used_slots and TIER not in read_messages(pair.scheduler.schedule())
+    pair.add("again", prompt(40))
+    assert pair.step() == {"again": 40}
     pair.run()

@@ -11,8 +11,6 @@ import pytest
 from tests.kv_cache.test_coordinator import BLOCK_SIZE, coordinator_of
 from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.head_layout import HeadLayout
-from vllm_pyramid.kv_cache.layout import Layout
 from vllm_pyramid.kv_cache.request_record import RequestTerms
 
 pytestmark = pytest.mark.cpu
@@ -33,22 +31,6 @@ def ids(table: Any) -> list[int]:
     return [block.block_id for block in table]
 
 
-def test_each_table_has_its_entries() -> None:
-    layers, heads = with_a_request(1), with_a_request(HEADS)
-    assert type(layers.layout) is Layout and type(heads.layout) is HeadLayout
-    for coordinator in (layers, heads):
-        tables = coordinator.layout.tables("r")
-        assert [len(table) for table in tables] == [BLOCKS] * TABLES
-        assert len({block for table in tables for block in ids(table)}) == TABLES * BLOCKS
-    assert [ids(table) for table in layers.layout.tables("r")] == [
-        ids(table) for table in layers.layout.vllm_tables("r")
-    ]
-    for layer, table in enumerate(heads.layout.vllm_tables("r")):
-        for entry, block in enumerate(ids(table)):
-            of_table = heads.layout.tables("r")[layer * HEADS + entry % HEADS]
-            assert ids(of_table)[entry // HEADS] == block
-
-
 @pytest.mark.parametrize("tables_per_layer", [1, HEADS])
 def test_heads_go_back_and_null_blocks_keep_their_places(tables_per_layer: int) -> None:
     coordinator = with_a_request(tables_per_layer)
@@ -67,13 +49,6 @@ def test_heads_go_back_and_null_blocks_keep_their_places(tables_per_layer: int) 
     assert ids(layout.tables("r")[5]) == [before[5][0], null, null, before[5][3]]
     layout.clear("r", 5, 3, 1)  # no entry is between these
     assert ids(layout.tables("r")[5]) == [before[5][0], null, null, before[5][3]]
-
-
-def test_bundles_have_entries_of_the_chosen_tables() -> None:
-    layers, heads = with_a_request(1).layout, with_a_request(HEADS).layout
-    blocks, chosen = np.full(TABLES, 2), np.arange(TABLES) % HEADS != 1
-    assert layers.bundle_entries(blocks, chosen)[:2] == [([0, 1], 2), ([], 2)]
-    assert heads.bundle_entries(blocks, chosen) == [([0, 3, 2, 5], 6)] * 2
 
 
 def test_reports_are_of_layers() -> None:

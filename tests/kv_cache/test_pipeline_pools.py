@@ -127,20 +127,6 @@ def test_a_stage_never_holds_more_than_its_peak(prompt_len: int, chunk: dict[str
     assert later[0] > later[-1], "all layers keep alike"
 
 
-def test_blocks_go_back_to_their_own_stage() -> None:
-    pools = PipelinePools(9, False, 16, stages=PipelineLayout((1, 3)))
-    blocks = pools.get_blocks_of_layers([2, 5, 6])
-    of_pools = [pools.pools[0]] * 2 + [pools.pools[1]] * 4
-    for pool, block in zip(of_pools, blocks, strict=True):
-        assert pool.blocks[block.block_id] is block
-    assert pools.free_by_stage().tolist() == [6, 4]
-    assert pools.get_num_free_blocks() == 4
-    pools.free_blocks(blocks[:3])
-    assert pools.free_by_stage().tolist() == [8, 5]
-    pools.free_blocks(blocks[3:])
-    assert pools.free_by_stage().tolist() == [8, 8]
-
-
 def test_evicted_tokens_are_summed_along_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """By request, whatever the order of a stage's batch; the last stage has the sum of all."""
     wire: dict[tuple[int, int], torch.Tensor] = {}
@@ -244,6 +230,20 @@ def test_what_is_set_aside_in_another_stage_stays() -> None:
     pools.touch_bundle(_name(0))
     pools.pools[1].get_new_blocks(9)
     assert not pools.bundles and list(pools.idle) == [aside]
+
+
+def test_blocks_go_back_to_their_own_stage() -> None:
+    pools = PipelinePools(9, False, 16, stages=PipelineLayout((1, 3)))
+    blocks = pools.get_blocks_of_layers([2, 5, 6])
+    of_pools = [pools.pools[0]] * 2 + [pools.pools[1]] * 4
+    for pool, block in zip(of_pools, blocks, strict=True):
+        assert pool.blocks[block.block_id] is block
+    assert pools.free_by_stage().tolist() == [6, 4]
+    assert pools.get_num_free_blocks() == 4
+    pools.free_blocks(blocks[:3])
+    assert pools.free_by_stage().tolist() == [8, 5]
+    pools.free_blocks(blocks[3:])
+    assert pools.free_by_stage().tolist() == [8, 8]
 
 
 def test_all_stages_forget_together() -> None:

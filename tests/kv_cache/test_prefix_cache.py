@@ -11,6 +11,7 @@ from tests.scheduler.beside import Beside
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
 from vllm_pyramid.compat.side_channel import PREFIXES, read_messages
+from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
@@ -67,6 +68,11 @@ class Pair:
         self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, num_blocks)
         self.pool = self.scheduler.coordinator.block_pool
         self.chunks: list[dict[str, int]] = []
+
+    @property
+    def host(self) -> HostCache:
+        assert isinstance(self.pool.tier, HostCache)
+        return self.pool.tier
 
     def add(
         self, name: str, prompt: list[int], max_tokens: int = 1, *, priority: int = 0, **extra: Any

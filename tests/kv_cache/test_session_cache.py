@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.kv_cache.test_prefix_cache import Pair, prompt
 from tests.scheduler.beside import Beside
-from tests.scheduler.checks import check_pool, host_of
+from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import make_request
 from vllm_pyramid.kv_cache.evicted_names import EvictedNames, turn_name
 from vllm_pyramid.policy import load_policy
@@ -76,8 +76,8 @@ def test_a_state_of_another_size_in_the_host_is_a_miss() -> None:
         pair = _pair(num_blocks=3 * 40, host_slots=60)
         said = _say(pair, "first", prompt(70), 21, [])
         pair.pool.free_blocks(pair.pool.get_new_blocks(pair.pool.get_num_free_blocks()))
-        host = host_of(pair.scheduler.coordinator)
-        assert host is not None and not _states(pair)
+        host = pair.host
+        assert not _states(pair)
         (base,) = [name for name, entry in host._entries.items() if entry.origin == "first"]
         if wrong:
             entry = host._entries[base]
@@ -213,6 +213,15 @@ def test_a_turn_without_its_first_span_is_a_miss() -> None:
     assert pair.worker.num_resumed == 0
 
 
+@pytest.mark.parametrize("length", [76, 77, 78, 81, 82, 90])
+def test_a_session_is_found_up_to_the_last_chunk(length: int) -> None:
+    """A policy that asks for no queries computes two tokens: all whole blocks before them."""
+    pair = _pair(policy="keydiff", policy_args=(("window", 4), ("sinks", 1)))
+    said = _say(pair, "first", prompt(70), 21, [])
+    _say(pair, "second", said[:length], 2, [70])
+    assert pair.worker.num_adopted == (length - 2) // 4 * 4
+
+
 def test_turns_are_forgotten_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_pyramid.kv_cache.session_cache.MAX_TURNS", 1)
     pair = _pair()
@@ -273,17 +282,6 @@ def test_a_hit_leaves_the_queries_of_a_prompts_end_at_which_nothing_goes(drafts:
         pair.run()
         assert pair.worker.num_adopted <= n - pair.scheduler.pyramid.policy.min_last_chunk, n
     assert quiet > 1
-
-
-def test_what_is_copied_is_not_given_away_for_the_copy() -> None:
-    """Where the pool has no room beside it, the whole prompt is computed again."""
-    resumed = []
-    for num_blocks in (3 * 39, 3 * 31):
-        pair = _pair(num_blocks, max_model_len=132, max_num_batched_tokens=8)
-        said = _say(pair, "first", prompt(70), 21, [])
-        _say(pair, "second", [*said, *prompt(35, 500)], 4, [70])
-        resumed.append(pair.worker.num_resumed)
-    assert resumed == [1, 0]
 
 
 def test_who_is_aborted_inside_its_prompt_leaves_what_it_had() -> None:

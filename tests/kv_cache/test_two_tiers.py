@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import random
 import sys
@@ -25,7 +27,6 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from tests.kv_cache.full_disk import FullDisk
 from tests.worker.test_host_pool import LAYERS, specs
 from vllm_pyramid.compat.side_channel import HostFill
 from vllm_pyramid.kv_cache import bundle_file
@@ -60,6 +61,20 @@ def tag(name: bytes, block: int, rank: int, weights: int, words: int) -> np.ndar
     """Return what a block of a bundle must hold in the memory of a rank."""
     digest = sha256(name + f" {block} {rank} {weights}".encode()).digest()
     return np.resize(np.frombuffer(digest, np.int64), words)
+
+
+class FullDisk:
+    """A file, open to be written, on a disk that is full after 700 bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.left = file, 700
+
+    def write(self, data: memoryview) -> int:
+        if not self.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written: int = self.file.write(data[: self.left])
+        self.left -= written
+        return written
 
 
 @dataclass

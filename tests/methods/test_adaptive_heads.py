@@ -322,11 +322,8 @@ def test_the_same_tokens_as_kvpress(alpha: float, ratio: float, kvpress: Any) ->
         ({"scorer": "none"}, "ranks nothing"),
         ({"scorer": f"{__name__}:AcrossHeads"}, "does not say that it looks at each KV head"),
         ({"selector": f"{__name__}:Worst"}, "go with selector 'top_k' alone"),
-        ({"allocator": "arithmetic"}, "go with allocator 'uniform' alone"),
-        (
-            {"allocator": "global", "scorer": "observation_window"},
-            "go with allocator 'uniform' alone",
-        ),
+        ({"allocator": "arithmetic"}, "with allocator 'uniform' alone"),
+        ({"allocator": "global", "scorer": "observation_window"}, "with allocator 'uniform' alone"),
         ({"scorer": "recency", "schedule": "interval"}, "go with schedule 'prompt_end' alone"),
         ({"values": "host"}, "go with values 'device' alone"),
         ({"attend": "pages"}, "go with attend 'all' alone"),

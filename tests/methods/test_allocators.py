@@ -183,16 +183,6 @@ def test_what_is_shared_out(weights: list[float], data: st.DataObject) -> None:
         assert tokens * other == pytest.approx(others * weight, rel=1e-6, abs=1e-3)
 
 
-def test_shares_by_hand() -> None:
-    """10 tokens a layer in the ratio 1 : 3; then the larger share is cut at the capacity."""
-    allocator = curve_of({"kind": "shares", "shares": [1, 3.0]})
-    assert isinstance(allocator, SharesAllocator) and allocator.shares == (1.0, 3.0)
-    assert allocator.allocate(10, 2, 100).tolist() == [5, 15]
-    assert allocator.allocate(10, 2, 12).tolist() == [8, 12]
-    assert share_out(np.zeros(4), 5, 9).tolist() == [5.0] * 4, "no weights: all alike"
-    assert share_out(np.array([0.0, 2.0]), 5, 7).tolist() == [3.0, 7.0]
-
-
 def test_a_floor_comes_before_shares() -> None:
     """Half of 10 tokens each, and the pool of 10 in the ratio 1 : 4; then cut at the capacity."""
     allocator = curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 0.5})
@@ -201,6 +191,8 @@ def test_a_floor_comes_before_shares() -> None:
     means, capacities = np.array([10, 10, 4, 5]), np.array([100, 12, 9, 5])
     every = allocator.allocate_all(means, 2, capacities)
     assert every.tolist() == [[7, 13], [8, 12], [3, 5], [5, 5]]
+    assert curve_of({"kind": "shares", "shares": [1, 3.0]}).allocate(10, 2, 12).tolist() == [8, 12]
+    assert share_out(np.zeros(4), 5, 9).tolist() == [5.0] * 4, "no weights: all alike"
     even = curve_of({"kind": "shares", "shares": [1, 4.0], "floor": 1.0})
     assert even.allocate(10, 2, 100).tolist() == [10, 10]
     with pytest.raises(ValueError, match="floor"):

@@ -159,44 +159,6 @@ def test_methods_have_no_fused_output(hooks: LayerHooks, said: str) -> None:
         back_end.step(dict.fromkeys(PROMPTS, 1))
 
 
-# Values that change before they move --------------------------------------------------------------
-
-
-class AddsToValues(EvictionHooks):
-    """Adds 1 to V of every survivor."""
-
-    name = "adds_to_values"
-
-    def before_compact(self, batch: EvictionBatch, kept: torch.Tensor) -> None:
-        for row, keep in enumerate(batch.host_keeps.tolist()):
-            for head in range(KV_HEADS):
-                places = kept[row, head, :keep].long()
-                blocks = batch.tables[row][places // BLOCK].long()
-                batch.call.value_cache[blocks, head, places % BLOCK] += 1.0
-
-
-@BACK_ENDS
-@pytest.mark.parametrize("policy", POLICIES)
-def test_values_change_before_compaction(name: str, policy: str) -> None:
-    changed, plain = (
-        BackEnd(name, evicting(policy), {"a": 70}, more)
-        for more in ([lambda context: AddsToValues()], [])
-    )
-    for back_end in (changed, plain):
-        back_end.step({"a": 70})
-        back_end.step({"a": 1})
-    evicted = 0
-    for layer in range(LAYERS):
-        skip = changed.skip(layer, "a")
-        evicted += skip
-        keys, values = changed.held(changed.cache, layer, "a", skip)
-        plain_keys, plain_values = plain.held(plain.cache, layer, "a", skip)
-        assert torch.equal(keys, plain_keys)
-        assert torch.equal(values[-1], plain_values[-1]), "a token that came later"
-        assert torch.equal(values[:-1], plain_values[:-1] + (1.0 if skip else 0.0))
-    assert evicted
-
-
 # A pool next to the blocks ------------------------------------------------------------------------
 
 

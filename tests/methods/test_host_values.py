@@ -79,15 +79,7 @@ def test_traffic_is_summed_by_request() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        0,
-        "x",
-        "nan",
-        True,
-    ],
-)
+@pytest.mark.parametrize("value", [0, "x", "nan", True])
 def test_a_wrong_swap_space(value: Any) -> None:
     with pytest.raises(ValueError, match="kv_swap_space must be a number of GiB above 0"):
         KVSettings("kcache", kv_swap_space=value)

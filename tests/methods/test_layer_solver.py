@@ -222,19 +222,6 @@ def test_solved_and_averaged_prompts_in_one_step() -> None:
                 assert torch.equal(tail[:, head], whole[kept[head], head])
 
 
-def test_whole_prompts_among_solved_ones() -> None:
-    step = Step(POLICIES["xkv"], [90, 70, 20], overrides={"r0": {"kv_policy": "full"}})
-    assert step.evictions.deferred.tolist() == [1]
-    step.run(reference)
-    alone = Step(POLICIES["xkv"], [70])
-    alone.run(reference)
-    assert step.keep(1) == alone.keep(0)
-    assert step.evictions.tokens_done.tolist() == [0, alone.evictions.tokens_done[0], 0]
-    whole = Step(POLICIES["xkv"], [20])
-    whole.run(reference)
-    assert whole.retention.end_step() == ({}, {})
-
-
 def test_no_layer_is_touched_before_the_last_one() -> None:
     step = Step(POLICIES["xkv"], [90, 41])
     solver = make_solver(step.policy)

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.methods.quest_paper import quests_pages
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.pages import SelectPages, choosing
@@ -90,6 +89,21 @@ def _inputs(
     skips = torch.from_numpy(step.skips[layer].copy())
     batch = AttentionBatch(query, keys, keys.clone(), table, starts, ends, skips)
     return AttentionInputs(reference, layer, batch, Softmax(SIZE**-0.5))
+
+
+def quests_pages(query: torch.Tensor, keys: torch.Tensor, size: int, budget: int) -> list[int]:
+    """Quest's choice for one head (arXiv:2406.10774, algorithm 1): the last page, the best others.
+
+    Per channel, the larger of q times the page's minimum and q times its maximum, summed.
+    """
+    full = (len(keys) - 1) // size
+    bounds = []
+    for page in range(full):
+        channels = keys[page * size : (page + 1) * size]
+        low, high = channels.min(dim=0).values, channels.max(dim=0).values
+        bounds.append(float(torch.maximum(query * low, query * high).double().sum()))
+    order = sorted(range(full), key=lambda page: (-bounds[page], page))
+    return sorted([*order[: budget - 1], full])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -232,8 +246,7 @@ def test_summaries_are_those_of_their_blocks(name: str, data: st.DataObject) -> 
             check()
 
 
-@pytest.mark.parametrize("at_once", [choosing.ROWS_AT_ONCE, 2])
-def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's chunk, a token with drafts that choose, and a short answer, in one call."""
     policy = load_policy("select").model_copy(update={"attend": _part(_scorer("spread"))})
     selector = _selector(policy.attend, 64)

@@ -218,9 +218,7 @@ def test_sinks_caps_and_layers_that_keep_less_than_the_window(keep: int) -> None
         assert torch.allclose(changed[head].double(), right, atol=1e-4)
 
 
-def test_a_request_whose_values_are_not_finite_fails_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_whose_values_are_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     real = worker.ridge_change
     calls = iter(range(100))
 

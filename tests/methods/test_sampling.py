@@ -10,13 +10,12 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
-from tests.scheduler.checks import check_pool
-from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
-from vllm_pyramid.compat.side_channel import read_report
+from tests.scheduler.harness import make_request
+from tests.scheduler.test_refusals import Engine
 from vllm_pyramid.methods.solved import SolvingAllocator
 from vllm_pyramid.methods.solved import scheduler as sampling
 from vllm_pyramid.methods.solved.scheduler import SampledShares
-from vllm_pyramid.plan import DeferredPlan, RetentionPlan
+from vllm_pyramid.plan import DeferredPlan
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 
@@ -139,47 +138,27 @@ def test_wrong_settings(args: dict[str, Any], message: str) -> None:
 # In the schedulers -------------------------------------------------------------------------------
 
 
-class Pair:
-    def __init__(self, asynchronous: bool = False, **changes: Any) -> None:
-        setup = Setup(
-            policy="xkv",
-            budget=14,
-            policy_args=(("window", 6), ("sample_first", 1)),
-            asynchronous=asynchronous,
-            **changes,
-        )
-        num_blocks = setup.blocks_of_longest + 60
-        self.scheduler = make_scheduler(setup, num_blocks)
-        self.worker = PlainWorker(self.scheduler.pyramid.policy, setup, num_blocks)
+class Pair(Engine):
+    def __init__(self, **changes: Any) -> None:
+        args = (("window", 6), ("sample_first", 1))
+        super().__init__(policy="xkv", budget=14, policy_args=args, **changes)
 
     def run(self, *requests: tuple[str, int, dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
         """Add them, and step until all have ended; their reports."""
-        for name, prompt_len, extra_args in requests:
-            self.scheduler.add_request(make_request(name, prompt_len, 4, extra_args))
-        return self._run()
+        return self.finish(*(make_request(name, n, 4, extra) for name, n, extra in requests))
 
-    def finish(self, request: Request) -> dict[str, Any]:
-        """Run a request by itself; its report."""
-        self.scheduler.add_request(request)
-        return self._run()[request.request_id]
-
-    def _run(self) -> dict[str, dict[str, Any]]:
-        reports: dict[str, dict[str, Any]] = {}
+    def finish(self, *requests: Request) -> dict[str, dict[str, Any]]:
+        for request in requests:
+            self.scheduler.add_request(request)
         while self.scheduler.requests:
-            output = self.scheduler.schedule()
-            result = self.worker.execute(output)
-            check_pool(self.scheduler.coordinator)
-            for outputs in self.scheduler.update_from_output(output, result).values():
-                for done in outputs.outputs:
-                    if done.finish_reason is not None:
-                        reports[done.request_id] = done.kv_transfer_params or {}
-        return reports
+            self.step()
+        return self.reports
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_later_requests_get_the_average_on_both_sides(asynchronous: bool) -> None:
     """The harness reads every cell, so a worker that kept other lengths would be seen."""
-    pair = Pair(asynchronous)
+    pair = Pair(asynchronous=asynchronous)
     first = pair.run(("r0", 60, None))["r0"]
     solved = np.array(first["solved_tokens"]) - 6
     assert sum(solved) == 3 * 8
@@ -214,28 +193,9 @@ def test_averages_of_others_are_reported_where_the_cache_is(reports_cached: bool
     pair.run(("r0", 60, None))
     assert ("averaged_over" in pair.run(("r1", 60, None))["r1"]) == reports_cached
     own = make_request("own", 60, 4, cache_salt="tenant")
-    assert "solved_tokens" in pair.finish(own)
-    again = pair.finish(make_request("again", 60, 4, cache_salt="tenant"))
+    assert "solved_tokens" in pair.finish(own)["own"]
+    again = pair.finish(make_request("again", 60, 4, cache_salt="tenant"))["again"]
     assert again["averaged_over"] == 1 and "solved_tokens" not in again
-
-
-def test_a_preempted_request_keeps_its_average() -> None:
-    pair = Pair()
-    pair.run(("r0", 60, None))
-    pair.scheduler.add_request(make_request("r1", 60, 8))
-    plan = pair.scheduler.coordinator.plans.of("r1")
-    assert isinstance(plan, RetentionPlan)
-    for life in range(2):
-        for _ in range(3):
-            output = pair.scheduler.schedule()
-            result = pair.worker.execute(output)
-            for eviction in read_report(result).evictions.values():
-                assert eviction.keep is None and eviction.tokens == plan.end.skip.sum()
-            pair.scheduler.update_from_output(output, result)
-        assert pair.scheduler.coordinator.plans.has_evicted("r1")
-        if life == 0:
-            pair.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert pair.worker.num_solved == 1
 
 
 def test_the_clients_parameters_are_not_changed() -> None:
@@ -263,9 +223,6 @@ def test_the_clients_parameters_are_not_changed() -> None:
 def test_what_no_front_end_let_through_ends_the_request(wrong: dict[str, Any]) -> None:
     pair = Pair()
     pair.scheduler.add_request(make_request("wrong", 60, 4, wrong))
-    output = pair.scheduler.schedule()
-    (outputs,) = pair.scheduler.update_from_output(output, pair.worker.execute(output)).values()
-    reasons = {done.request_id: done.finish_reason for done in outputs.outputs}
-    assert reasons == {"wrong": FinishReason.ERROR}
+    assert pair.step() == {"wrong": FinishReason.ERROR}
     assert not pair.scheduler.requests
     assert pair.run(("right", 60, None))["right"]["evicted_tokens"] > 0

@@ -182,11 +182,7 @@ WIDE = [[0.9, 0.1, 0.8, 0.2], [0.7, 0.0, 0.3, 0.1], [0.2, 0.6, 0.5, 0.1]]
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
-    [
-        (1, [1, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0]),
-        (2, [1, 0, 1, 0, 1, 1]),
-        (4, [1, 1, 1]),
-    ],
+    [(1, [1, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0]), (2, [1, 0, 1, 0, 1, 1]), (4, [1, 1, 1])],
 )
 def test_a_lane_keeps_everything_if_a_head_of_some_rank_does(
     ranks: int, expected: list[int], caplog: pytest.LogCaptureFixture

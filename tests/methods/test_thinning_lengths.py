@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.steps import make_context
+from tests.steps import make_context, make_tracker
 from vllm_pyramid.methods.thinning import DecayAllocator
 from vllm_pyramid.methods.thinning.generated import GeneratedMass
 from vllm_pyramid.methods.thinning.worker import Thinner
@@ -181,17 +181,6 @@ def test_lengths_of_what_is_generated(
         before = now.skip
 
 
-def test_generated_tokens_by_hand() -> None:
-    """40 layers: 0.9 of what left the window at the bottom, 0.495 in the middle; blocks of 16."""
-    policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
-    plan = _plan(policy, 100, 40)
-    # 64 recent ones of 224: 160 left, of which 144 and 79 stay.
-    later = plan.after(15)
-    assert later.computed == 100 + 224
-    assert (later.keep - plan.end.held)[[0, 20]].tolist() == [208, 143]
-    assert (later.held - plan.end.held)[[0, 20]].tolist() == [208, 144]
-
-
 def test_who_gathers_while_it_generates() -> None:
     context = make_context(4)
     policy = load_policy("pyramidinfer", None, {"schedule": "thin_generated"})
@@ -227,3 +216,16 @@ def test_wrong_parts(args: dict[str, Any], said: str) -> None:
 def test_budgets_are_shares() -> None:
     with pytest.raises(ValueError, match="a percentage such as 50%, not 512 tokens"):
         load_policy("pyramidinfer", 512)
+
+
+def test_a_step_inside_a_piece_is_an_error() -> None:
+    policy = load_policy("pyramidinfer", None, {"piece_tokens": 48, "min_context": 8})
+    tracker = make_tracker(policy, 5, 8, 1)
+    tracker.add("0", 200, None)
+    for computed, scheduled, said in (
+        (0, 40, "must be computed whole"),
+        (40, 40, "inside a piece"),
+    ):
+        columns = (np.array([number], np.int32) for number in (200, computed, scheduled))
+        with pytest.raises(RuntimeError, match=said):
+            tracker.begin_step(["0"], *columns)

@@ -156,17 +156,6 @@ def test_a_retention_has_no_budget_of_its_own() -> None:
     assert isinstance(limited, DeferredPlan) and limited.budget_tokens == 100 and not limited.exact
 
 
-@pytest.mark.parametrize("name", sorted({*policy_names()} - THINNED - SPLIT))
-def test_a_budget_as_long_as_the_prompt_evicts_nothing(name: str) -> None:
-    policy = PRESETS[name]
-    for budget in ("100%", 4096, 4097) if policy.evicts else ("100%",):
-        plan = policy.plan(4096, 32, 16, Budget.parse(budget))
-        assert isinstance(plan, RetentionPlan) and not plan.end.skip.any()
-        assert plan.evicts == (policy.schedule.every > 0)  # then perhaps what is generated
-        assert (plan.end.keep == 4096).all()
-        assert (plan.end.blocks == 256).all()
-
-
 def test_pyramidkv_by_hand() -> None:
     """8 layers, B = 512 - 8: top 504 / 20 = 25.2, bottom 1008 - 25.2 = 982.8, step 136.8."""
     plan = load_policy("pyramidkv", 512).plan(8192, 8, 16)
@@ -174,35 +163,6 @@ def test_pyramidkv_by_hand() -> None:
     assert plan.end.skip.tolist() == [7200, 7328, 7472, 7600, 7744, 7872, 8016, 8144]
     assert plan.end.held.tolist() == [992, 864, 720, 592, 448, 320, 176, 48]
     assert plan.end.blocks.tolist() == [62, 54, 45, 37, 28, 20, 11, 3]
-
-
-def test_an_odd_prompt_keeps_its_partial_block() -> None:
-    plan = load_policy("snapkv", 100).plan(1003, 2, 16)
-    assert plan.end.keep.tolist() == [100, 100]
-    assert plan.end.skip.tolist() == [896, 896]
-    assert plan.end.blocks.tolist() == [7, 7]  # positions 896 .. 1002 are blocks 56 .. 62
-
-
-def test_a_share_of_a_short_prompt_is_raised_to_what_the_policy_needs() -> None:
-    plan = load_policy("pyramidkv", "12%").plan(40, 4, 16)
-    assert plan.budget_tokens == 9
-    assert plan.end.keep.sum() == 36
-    assert load_policy("pyramidkv", "12%").plan(7, 4, 16).end.keep.tolist() == [7] * 4
-
-
-def test_which_policies_evict_and_need_scores() -> None:
-    keep_all = {name for name, policy in PRESETS.items() if not policy.evicts}
-    assert keep_all == {"full", "kcache", "quest", "select"}
-    on_host = {n for n, policy in PRESETS.items() if not policy.values.on_device(10**6)}
-    assert on_host == {"kcache"}
-    assert {n for n, policy in PRESETS.items() if policy.values.uses_swap_space} == on_host
-    needs = {name for name, policy in PRESETS.items() if policy.scorer.needs_queries}
-    solved = {name for name, policy in PRESETS.items() if policy.defers}
-    assert solved == {"xkv", "adakv"}
-    assert needs >= {"snapkv", "pyramidkv", "pyramidkv-wide", *solved}
-    seen_without = {"full", "kcache", "streaming-llm", "h2o", "scissorhands", *THINNED}
-    assert not needs & seen_without
-    assert sorted(THINNED) == ["pyramidinfer"]
 
 
 CHANGED = [

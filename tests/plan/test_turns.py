@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.kv_cache.evicted_names import EvictedNames
-from vllm_pyramid.plan import RetentionPlan, affordable, peak_blocks, tokens_per_step
+from vllm_pyramid.plan import RetentionPlan, affordable, tokens_per_step
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
 from vllm_pyramid.policy.request import resolve
@@ -111,19 +111,6 @@ def test_many_short_turns_evict_once_in_a_while() -> None:
     # Longer turns pay for themselves, however many they are.
     ends = tuple(range(TOKENS_PER_EVICTION, TOKENS_PER_EVICTION * 200, TOKENS_PER_EVICTION))
     assert len(_plan(policy, TOKENS_PER_EVICTION * 200, ends).inner) == 199
-
-
-@settings(max_examples=100)
-@given(policy=POLICIES, ends=TURNS, generated=st.integers(0, 60))
-def test_the_peak_is_the_most_that_is_held(
-    policy: Policy, ends: tuple[int, ...], generated: int
-) -> None:
-    plan, total, size = _plan(policy, ends[-1], ends[:-1]), ends[-1] + generated, 8
-    held = []
-    for computed in range(1, total + 1):
-        skip = plan.skip_after(plan.evictions_by(computed - 1))
-        held.append(int((-(-computed // size) - skip // size).sum()))
-    assert int(peak_blocks(plan, total, np.full(LAYERS, size)).sum()) == max(held)
 
 
 def test_steps_of_a_prompt() -> None:

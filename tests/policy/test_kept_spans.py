@@ -47,12 +47,7 @@ def loaded(name: str, budget: str | int, args: str) -> Policy:
 
 @pytest.mark.parametrize(
     ("value", "spans"),
-    [
-        (None, ()),
-        ([], ()),
-        ([0, 4], ((0, 4),)),
-        ((3, 4, 4, 9, 20, 21), ((3, 4), (4, 9), (20, 21))),
-    ],
+    [(None, ()), ([], ()), ([0, 4], ((0, 4),)), ((3, 4, 4, 9, 20, 21), ((3, 4), (4, 9), (20, 21)))],
 )
 def test_lists_of_spans(value: Sequence[int] | None, spans: tuple[tuple[int, int], ...]) -> None:
     assert parse_spans(value, "kv_keep") == spans

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.policy import load_policy
-from vllm_pyramid.policy.overrides import (
-    OVERRIDES,
-    Layers,
-    RequestOverrides,
-    parse_overrides,
-)
+from vllm_pyramid.policy.overrides import OVERRIDES, Layers, RequestOverrides, parse_overrides
 from vllm_pyramid.policy.request import TEMPLATE_KEY, resolve, with_template
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS, RequestKeys
 
@@ -122,12 +117,7 @@ def test_whoever_may_name_a_session_may_have_its_turns() -> None:
         # Also below the server's own budget: a request cannot raise what it keeps.
         ("5%", {"kv_budget": "13%"}, 1000, "keep 130 of 1000 .* allows 120 .* keeps 120"),
         # A request's own spans are among what it may keep.
-        (
-            "25%",
-            {"kv_keep": [0, 200]},
-            1000,
-            "keep 296 .*, 200 of them for its spans .* allows 250",
-        ),
+        ("25%", {"kv_keep": [0, 200]}, 1000, "296 .*, 200 of them for its spans .* allows 250"),
         ("25%", {"kv_keep": [5, 200, 300, 992]}, 1000, "887 of them for its spans .* allows 250"),
         (512, {"kv_keep": [0, 500], "kv_turns": [400]}, 1000, "keep 560 of 1000 .* allows 512 "),
         # Those of the template are beside it.
@@ -137,12 +127,7 @@ def test_whoever_may_name_a_session_may_have_its_turns() -> None:
             1000,
             r"keep 778 .*, 700 .* allows 775 \(--kv-max-request-budget 25% beside 700 .* 736\)",
         ),
-        (
-            "25%",
-            {TEMPLATE_KEY: [0, 700], "kv_keep": [700, 750]},
-            1000,
-            "780 .*, 750 of .* allows 775",
-        ),
+        ("25%", {TEMPLATE_KEY: [0, 700], "kv_keep": [700, 750]}, 1000, "780 .*, 750 .* allows 775"),
         ("25%", {TEMPLATE_KEY: [0, 700], "kv_policy": "full"}, 1000, "keep 1000 of 1000 .* 775"),
     ],
 )

@@ -230,11 +230,7 @@ def test_levels_are_nested_and_end_at_the_floor(
     computed=st.integers(0, 2000),
 )
 def test_orders_of_answers_never_give_a_slot_twice(
-    prompt_len: int,
-    answers: int,
-    budget: int | str,
-    given: list[tuple[int, int]],
-    computed: int,
+    prompt_len: int, answers: int, budget: int | str, given: list[tuple[int, int]], computed: int
 ) -> None:
     """An order of a later point keeps what a prompt of that length would, or what was left."""
     args = {"allocator": "arithmetic", "window": 16, "schedule": "pressure"}

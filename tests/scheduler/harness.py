@@ -495,10 +495,7 @@ class PlainWorker:
                     plan = step.evictions.plans[index]
                     assert isinstance(plan, EvictionPoint)
                     self._leave_behind(self.rows[request_id], plan, blocks)
-                end, kept_lens = (
-                    step.evictions.points[index],
-                    step.evictions.kept_lens[:, index],
-                )
+                end, kept_lens = (step.evictions.points[index], step.evictions.kept_lens[:, index])
                 previous_skips = step.evictions.previous_skips[:, index]
                 in_place = step.evictions.plans[index].in_place
                 self._evict(

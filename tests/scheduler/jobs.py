@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, hasher, make_scheduler
+from vllm_pyramid.scheduler.admission import Admission
 
 
 def exact_request(
@@ -53,9 +54,9 @@ class Job:
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.setup, self.num_blocks)
         self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, self.num_blocks)
-        admission = self.scheduler.pyramid.chunks.admission
-        if admission is None:
+        if self.scheduler.pyramid.chunks.admission is None:
             return
+        admission = self.admission
         admits = admission.admits
 
         def watched(request: Request, plan: Any, computed: int, running: Any) -> bool:
@@ -74,6 +75,13 @@ class Job:
 
         admission.admits = watched  # type: ignore[method-assign]
         self.scheduler._preempt_request = checked  # type: ignore[method-assign]
+
+    @property
+    def admission(self) -> Admission:
+        """The rule by which this scheduler admits requests."""
+        found = self.scheduler.pyramid.chunks.admission
+        assert found is not None
+        return found
 
     def add(self, request: Request) -> None:
         self.requests.append(request)
@@ -101,8 +109,8 @@ class Job:
             self.step()
         while self.in_flight:
             self.scheduler.update_from_output(*self.in_flight.popleft())
-        if (admission := self.scheduler.pyramid.chunks.admission) is not None:
-            assert not len(admission.table), "a request has ended and is still in the table"
+        if self.scheduler.pyramid.chunks.admission is not None:
+            assert not len(self.admission.table), "a request has ended and is still in the table"
 
     @property
     def preemptions(self) -> int:

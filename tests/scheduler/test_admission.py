@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from tests.scheduler.harness import Setup, make_request
 from tests.scheduler.jobs import SMALL, Job, exact_request
@@ -187,9 +187,7 @@ def test_a_request_that_outlives_its_expectation_is_expected_longer() -> None:
 def test_a_refused_request_is_looked_at_again_when_blocks_come_back() -> None:
     """And once in a while; the steps between cost nothing."""
     job = _small_job(SMALL, 12, 32)
-    admission = job.scheduler.pyramid.chunks.admission
-    assert admission is not None
-    looks = 0
+    looks, admission = 0, job.admission
     lacking = admission.missing_blocks
 
     def counting(*args: Any) -> int:
@@ -207,21 +205,21 @@ def test_a_refused_request_is_looked_at_again_when_blocks_come_back() -> None:
 def test_a_refused_request_waits_as_if_blocks_were_missing() -> None:
     """It stays first, nobody overtakes it, and what vLLM pinned for it is let go again (by vLLM,
     where blocks are missing)."""
-    scheduler = _small_job(SMALL, 3, 8).scheduler
-    assert scheduler.pyramid.chunks.admission is not None
+    job = _small_job(SMALL, 3, 8)
+    scheduler, admission = job.scheduler, job.admission
     asked: list[str] = []
 
     def admits(request: Any, *_: Any) -> bool:
         asked.append(request.request_id)
         return request.request_id != "r0"
 
-    scheduler.pyramid.chunks.admission.admits = admits  # type: ignore[method-assign]
+    admission.admits = admits  # type: ignore[method-assign]
     for _ in range(2):
         assert not scheduler.schedule().num_scheduled_tokens
         assert [request.request_id for request in scheduler.waiting] == ["r0", "r1", "r2"]
         assert scheduler.coordinator.blocked_request is None  # the refusal was for that step alone
     assert asked == ["r0", "r0"]
-    scheduler.pyramid.chunks.admission.admits = lambda *_: True  # type: ignore[method-assign]
+    admission.admits = lambda *_: True  # type: ignore[method-assign]
     assert "r0" in scheduler.schedule().num_scheduled_tokens
 
 
@@ -263,14 +261,3 @@ def test_answers_that_orders_may_evict_count_as_far_as_they_stay() -> None:
     assert alone.bound == UNBOUNDED
     assert 296 * layers <= int(numbers.bound[0]) * block_size <= (296 + 3 * block_size) * layers
     assert numbers.peak == alone.peak == UNBOUNDED and numbers.given_back == alone.given_back
-
-
-def test_aborted_waiting_and_failed_requests_leave_nothing() -> None:
-    job = _small_job(SMALL, 12, 32)
-    job.step()
-    for name in ("r0", "r11"):
-        job.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-    job.add(make_request("wrong", 40, extra_args={"kv_budget": -1}))
-    job.finish()
-    admission = job.scheduler.pyramid.chunks.admission
-    assert admission is not None and admission.lengths.mean == FIRST_GUESS

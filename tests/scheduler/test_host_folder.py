@@ -64,11 +64,6 @@ def weights_written_again(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(path, (1, 1))
 
 
-def another_processor_of_images(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = MultiModalConfig(mm_processor_kwargs={"crops": 4})
-    monkeypatch.setattr(config.model_config, "multimodal_config", settings)
-
-
 def another_path_of_the_configuration(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.model_config.hf_config_path = "elsewhere"
 
@@ -101,7 +96,7 @@ def ranks_that_divide_the_heads(config: Any, monkeypatch: pytest.MonkeyPatch) ->
     "change",
     [
         ranks_that_divide_the_heads,
-        *(another_processor_of_images, another_path_of_the_configuration),
+        another_path_of_the_configuration,
         *(
             weights_written_again,
             one_weight_of_a_file_of_the_same_size_and_time,

@@ -27,6 +27,22 @@ class Engine:
         num_blocks = self.setup.blocks_of_longest + 60
         self.scheduler = make_scheduler(self.setup, num_blocks)
         self.worker = PlainWorker(self.scheduler.pyramid.policy, self.setup, num_blocks)
+        self.reports: dict[str, dict[str, Any]] = {}
+        report_of = self.scheduler.report_of
+
+        def noted(request: Request) -> dict[str, Any]:
+            self.reports[request.request_id] = report_of(request)
+            return self.reports[request.request_id]
+
+        self.scheduler.report_of = noted  # type: ignore[method-assign]
+
+    def say(self, name: str, tokens: list[int], answer: int, *own: Any, **others: Any) -> list[int]:
+        """Run a request alone; return its tokens with those of its answer."""
+        request = make_request(name, tokens, answer, *own, hash_block_size=4, **others)
+        self.scheduler.add_request(request)
+        while self.scheduler.requests:
+            self.step()
+        return list(request.all_token_ids)
 
     def step(self) -> dict[str, FinishReason]:
         """Run a step; returns which requests have ended, and why."""
@@ -57,8 +73,7 @@ class Engine:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    "extra",
-    [{"kv_policy": "full"}, {"kv_min_tokens": 0}, {"kv_budget": "51%"}, {"kv_budget": 41}],
+    "extra", [{"kv_policy": "full"}, {"kv_min_tokens": 0}, {"kv_budget": "51%"}, {"kv_budget": 41}]
 )
 def test_what_the_operator_forbids(asynchronous: bool, extra: dict[str, Any]) -> None:
     engine = Engine(asynchronous=asynchronous, further=LIMITS)
@@ -120,23 +135,10 @@ def test_bytes_that_a_cached_prefix_saves_are_reported_where_the_cache_is(
 def test_what_was_found_is_reported_to_its_tenant(reports_cached: bool, salt: str | None) -> None:
     further = (("kv_report_cached", reports_cached),)
     engine = Engine(policy="snapkv", budget=24, prefix_caching=True, further=further)
-    reports: dict[str, dict[str, Any]] = {}
-    report_of = engine.scheduler.report_of
-
-    def noted(request: Request) -> dict[str, Any]:
-        reports[request.request_id] = report_of(request)
-        return reports[request.request_id]
-
-    engine.scheduler.report_of = noted  # type: ignore[method-assign]
+    reports = engine.reports
 
     def say(name: str, tokens: list[int], turns: list[int], salt: str | None) -> list[int]:
-        request = make_request(
-            name, tokens, 12, {"kv_turns": turns}, hash_block_size=4, cache_salt=salt
-        )
-        engine.scheduler.add_request(request)
-        while engine.scheduler.requests:
-            engine.step()
-        return list(request.all_token_ids)
+        return engine.say(name, tokens, 12, {"kv_turns": turns}, cache_salt=salt)
 
     said = say("first", list(range(100, 140)), [], salt)
     assert engine.scheduler.pyramid.reports.policy_stats()["turns"] == {"unknown": 1}
@@ -167,24 +169,12 @@ Say = Callable[..., tuple[list[int], dict[str, Any]]]
 def talk() -> tuple[Say, Engine]:
     """Say a prompt, and return its tokens with the answer's, and its report; and the engine."""
     engine = Engine(policy="snapkv", budget=24, prefix_caching=True, max_model_len=288)
-    reports: dict[str, Any] = {}
-    report_of = engine.scheduler.report_of
-
-    def noted(request: Request) -> dict[str, Any]:
-        reports[request.request_id] = report_of(request)
-        return reports[request.request_id]
-
-    engine.scheduler.report_of = noted  # type: ignore[method-assign]
 
     def say(tokens: list[int], turns: list[int] | None, *why: Any, **extra: Any) -> Any:
-        name = f"r{len(reports)}"
+        name = f"r{len(engine.reports)}"
         settings = {**extra, **({"vllm_pyramid_why": list(why)} if why else {})}
         settings |= {} if turns is None else {"kv_turns": turns}
-        request = make_request(name, tokens, 6, settings, hash_block_size=4)
-        engine.scheduler.add_request(request)
-        while engine.scheduler.requests:
-            engine.step()
-        return list(request.all_token_ids), reports[name]
+        return engine.say(name, tokens, 6, settings), engine.reports[name]
 
     return say, engine
 

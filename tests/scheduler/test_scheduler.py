@@ -62,16 +62,6 @@ def test_an_id_that_is_taken_leaves_the_first_request_as_it_is() -> None:
     assert pair.scheduler.coordinator.plans.of("r") is plan
 
 
-def test_a_worker_that_did_not_evict_stops_the_engine() -> None:
-    pair = Pair(SYNC)
-    pair.add("r", 40)
-    output = pair.scheduler.schedule()
-    result = attach_report(pair.worker.execute(output), StepReport({}, {}, {}, 0))
-    pair.scheduler.update_from_output(output, result)
-    with pytest.raises(RuntimeError, match="the worker did not evict"):
-        pair.scheduler.schedule()
-
-
 @pytest.mark.parametrize(
     ("prompt_len", "chunks"),
     [(64, [64]), (65, [59, 6]), (69, [63, 6]), (70, [64, 6]), (71, [64, 7]), (80, [64, 16])],
@@ -157,23 +147,27 @@ def test_a_preempted_answer_needs_what_its_request_holds_not_all_its_tokens() ->
 
 # Lengths that the worker solves ------------------------------------------------------------------
 
-SOLVED_SYNC = Setup(policy="xkv")
+SOLVED = Setup(policy="xkv")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("setup", "change", "message"),
     [
-        (lambda e: None, "the worker did not evict"),
-        (lambda e: e._replace(keep=None), "no lengths were reported"),
-        (lambda e: e._replace(keep=e.keep[:-1]), "2 lengths for 3 layers"),
-        (lambda e: e._replace(keep=(12, 12, 13)), "add up to 37 tokens; the budget .* is 36"),
-        (lambda e: e._replace(keep=(12, 12, 11)), "add up to 35 tokens; the budget .* is 36"),
-        (lambda e: e._replace(keep=(5, 19, 12)), "each layer keeps at least 6"),
-        (lambda e: e._replace(tokens=e.tokens + 4), "evicted .* tokens, the plan says"),
+        (SYNC, lambda e: None, "the worker did not evict"),
+        (SYNC, lambda e: e._replace(keep=(12, 12, 12)), "whose lengths are known"),
+        (SOLVED, lambda e: None, "the worker did not evict"),
+        (SOLVED, lambda e: e._replace(keep=None), "no lengths were reported"),
+        (SOLVED, lambda e: e._replace(keep=e.keep[:-1]), "2 lengths for 3 layers"),
+        (SOLVED, lambda e: e._replace(keep=(12, 12, 13)), "up to 37 tokens; the budget .* is 36"),
+        (SOLVED, lambda e: e._replace(keep=(12, 12, 11)), "up to 35 tokens; the budget .* is 36"),
+        (SOLVED, lambda e: e._replace(keep=(5, 19, 12)), "each layer keeps at least 6"),
+        (SOLVED, lambda e: e._replace(tokens=e.tokens + 4), "evicted .* tokens, the plan says"),
     ],
 )
-def test_a_report_that_breaks_the_promise_stops_the_engine(change: Any, message: str) -> None:
-    pair = Pair(SOLVED_SYNC)
+def test_a_report_that_breaks_the_promise_stops_the_engine(
+    setup: Setup, change: Any, message: str
+) -> None:
+    pair = Pair(setup)
     pair.add("r", 40)
     output = pair.scheduler.schedule()
     result = pair.worker.execute(output)
@@ -190,14 +184,3 @@ def test_a_report_that_breaks_the_promise_stops_the_engine(change: Any, message:
         not pair.coordinator.plans.has_evicted("r")
         and not pair.coordinator.counters.blocks_freed.any()
     )
-
-
-def test_lengths_for_a_request_whose_lengths_are_known_stop_the_engine() -> None:
-    pair = Pair(SYNC)
-    pair.add("r", 40)
-    output = pair.scheduler.schedule()
-    result = pair.worker.execute(output)
-    known = read_report(result).evictions["r"]
-    attach_report(result, StepReport({"r": known._replace(keep=(12, 12, 12))}, {}, {}, 0))
-    with pytest.raises(RuntimeError, match="whose lengths are known"):
-        pair.scheduler.update_from_output(output, result)

@@ -43,22 +43,18 @@ class SharingJob(Job):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        admission = self.scheduler.pyramid.chunks.admission
-        assert admission is not None
-        shared = admission.shared_bundles
+        shared = self.admission.shared_bundles
 
         def counting(name: str) -> Any:
             found = shared(name)
             self.once += any(counts for _, counts in found)
             return found
 
-        admission.shared_bundles = counting  # type: ignore[method-assign]
+        self.admission.shared_bundles = counting  # type: ignore[method-assign]
 
     def count_each(self) -> None:
         """The rule without what is shared."""
-        admission = self.scheduler.pyramid.chunks.admission
-        assert admission is not None
-        admission.shared_bundles = lambda _: []  # type: ignore[method-assign]
+        self.admission.shared_bundles = lambda _: []  # type: ignore[method-assign]
 
     def add_prompt(
         self,
@@ -103,38 +99,6 @@ def test_more_requests_of_one_prefix_run_at_once(
     assert once.preemptions == each.preemptions == 0
     assert once.steps < 0.6 * each.steps
     assert once.started == [f"r{index}" for index in range(40)]
-
-
-def test_prompts_that_evict_share_while_they_are_processed() -> None:
-    """12 of 16 blocks a layer, until the eviction: 8 prompts fit into the step, not into the pool
-    if each counts all."""
-    first = {}
-    for each in (True, False):
-        job = SharingJob(EVICTED, 60 * EVICTED.num_layers)
-        if each:
-            job.count_each()
-        for index in range(8):
-            job.add_prompt(index, 48, 64, 4)
-        job.step()
-        first[each] = len(job.scheduler.running)
-        job.finish()
-        assert job.preemptions == 0
-    assert first[True] <= 3 and first[False] >= 5
-
-
-def test_a_span_that_stays_in_place_is_shared_to_the_end() -> None:
-    """12 blocks a layer of each request, before its eviction and behind it."""
-    most = {}
-    for each in (True, False):
-        job = SharingJob(EVICTED, 60 * EVICTED.num_layers)
-        if each:
-            job.count_each()
-        for index in range(12):
-            job.add_prompt(index, 48, 64, 8, {"kv_keep": [0, 48]})
-        job.finish()
-        most[each] = job.most_running
-        assert job.preemptions == 0
-    assert most[True] <= 4 and most[False] >= 6
 
 
 def test_prompts_of_their_own_are_admitted_as_before() -> None:
@@ -210,8 +174,7 @@ def test_nobody_is_preempted_too_soon(variant: str) -> None:
 def test_behind_its_first_eviction_a_request_is_counted_with_all_it_may_hold() -> None:
     """Who evicts inside a prompt shares until then, and comes to its peak again."""
     job = SharingJob(INSIDE, 60 * INSIDE.num_layers)
-    admission, coordinator = job.scheduler.pyramid.chunks.admission, job.scheduler.coordinator
-    assert admission is not None
+    admission, coordinator = job.admission, job.scheduler.coordinator
     plans = {}
     for index, length in enumerate((30, 46, 64)):
         job.add_prompt(index, 16, length, 4)
@@ -224,22 +187,43 @@ def test_behind_its_first_eviction_a_request_is_counted_with_all_it_may_hold() -
     assert numbers.peak_after.tolist() == [0, 3 * (12 - 6), 3 * (16 - 6)]
 
 
-@pytest.mark.parametrize("variant", ["later", "inside"])
-def test_those_who_evict_again_share_until_they_evict(variant: str) -> None:
-    """As `test_prompts_that_evict_share_while_they_are_processed`."""
-    setup = {"later": PROPERTY["later"], "inside": INSIDE}[variant]
-    first = {}
+@pytest.mark.parametrize(
+    ("setup", "requests", "shared", "prompt_len", "tokens", "extra", "times"),
+    [
+        # 12 of 16 blocks a layer, until the eviction: 8 prompts fit into the step.
+        (EVICTED, 8, 48, 64, 4, {}, 5 / 3),
+        # A span that stays in place is shared to the end: 12 blocks of each request.
+        (EVICTED, 12, 48, 64, 8, {"kv_keep": [0, 48]}, 1.5),
+        # Those that evict again share until they evict.
+        (replace(PROPERTY["later"], max_num_batched_tokens=1024), 12, 24, 46, 4, {}, 1.3),
+        (replace(INSIDE, max_num_batched_tokens=1024), 12, 24, 46, 4, {}, 1.3),
+    ],
+    ids=["evicted", "kept", "later", "inside"],
+)
+def test_more_prompts_begin_while_they_share(
+    setup: Setup,
+    requests: int,
+    shared: int,
+    prompt_len: int,
+    tokens: int,
+    extra: dict[str, Any],
+    times: float,
+) -> None:
+    """More than in a pool in which each counts all."""
+    begin = []
     for each in (True, False):
-        job = SharingJob(replace(setup, max_num_batched_tokens=1024), 60 * setup.num_layers)
+        job = SharingJob(setup, 60 * setup.num_layers)
         if each:
             job.count_each()
-        for index in range(12):
-            job.add_prompt(index, 24, 46, 4)
+        for index in range(requests):
+            job.add_prompt(index, shared, prompt_len, tokens, extra)
         job.step()
-        first[each] = len(job.scheduler.running)
+        begin.append(len(job.scheduler.running))
         job.finish()
-        assert job.too_soon == 0
-    assert first[False] >= 1.3 * first[True]
+        assert job.too_soon == 0 and (job.preemptions == 0 or setup is not EVICTED)
+        if extra:  # also behind the evictions
+            begin[-1] = job.most_running
+    assert begin[1] >= times * begin[0]
 
 
 def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
@@ -255,8 +239,7 @@ def test_a_refused_prompt_is_looked_at_again_when_it_shares_more() -> None:
     job.add_prompt(0, 128, 132, 60)
     job.step()
     job.add_prompt(1, 128, 132, 4)
-    admission = job.scheduler.pyramid.chunks.admission
-    assert admission is not None
+    admission = job.admission
     looks, lacking = [], admission.missing_blocks
 
     def watched(*args: Any) -> int:

@@ -157,6 +157,19 @@ def test_copies_take_no_more_than_the_scorer_says(
         assert of_lanes.bytes_of_copies() == of_head + scorer.workspace_bytes
 
 
+def test_queries_wait_in_as_many_copies_as_there_may_be_points_in_a_step() -> None:
+    """At a step's end they wait, and are joined; those of answers come beside those of prompts."""
+    found = []
+    for args in ({}, {"schedule": "pressure"}, {"schedule": "pressure", "schedule.answers": 20}):
+        policy = load_policy("snapkv", 40, {"window": 8, **args})
+        spec = SimpleNamespace(num_kv_heads=KV_HEADS, head_size=SIZE, block_size=BLOCK)
+        memory = EvictionMemory(policy, [spec] * 3, HEADS, 500, 5, at_step_end=True)
+        found.append(memory.bytes_of_queries() / (5 * 3 * 8 * HEADS * SIZE * 4))
+        alone = replace(memory, at_step_end=False)
+        assert alone.bytes_of_queries() == 0 and alone.num_bytes < memory.num_bytes
+    assert found == [2, 2, 3]
+
+
 # The worst step ---------------------------------------------------------------------------------
 
 
@@ -178,12 +191,7 @@ def worst_step(policy: Policy, lens: list[int]) -> tuple[Any, Any, Any]:
     evictions = make_evictions(lens, plans=list(plans))
     rotary = Rotary(cos_sin(SIZE, max(lens) + 600))
     call = make_call(
-        tables,
-        ops=cpu,
-        query=query,
-        caches=(caches[0], caches[1]),
-        rotary=rotary,
-        scale=0.2,
+        tables, ops=cpu, query=query, caches=(caches[0], caches[1]), rotary=rotary, scale=0.2
     )
     tracker = make_tracker(policy, 1, BLOCK, len(lens), heads=KV_HEADS)
     for hooks in tracker.hooks.cache:

@@ -85,19 +85,6 @@ def test_spans_stay_in_every_head(data: st.DataObject, policy: Policy) -> None:
                 assert places.tolist() == expected
 
 
-def test_a_request_that_was_evicted_before_stands_beside_one_with_spans() -> None:
-    """Its position is behind the end of every table of the step."""
-    evictions = steps.make_evictions(
-        [340, 60], [[30, 30]], spans=[(), ((20, 27),)], skips=[[300, 0]]
-    )
-    tables = torch.arange(8, dtype=torch.int32).view(2, 4)
-    caches = torch.zeros(8, HEADS, BLOCK, 8), torch.zeros(8, HEADS, BLOCK, 8)
-    batch = evictions.batch(make_call(tables, caches=caches), POLICIES[0], np.arange(2))
-    kept = batch.select(torch.zeros(2, HEADS, batch.longest))
-    for head in range(HEADS):
-        assert {*range(20, 27)} <= {*kept[1, head].tolist()}
-
-
 def _protected(policy: Policy, tokens: int, spans: Any) -> set[int]:
     inside = {token for start, end in spans for token in range(start, end)}
     return inside | {*range(policy.sinks), *range(tokens - policy.window, tokens)}

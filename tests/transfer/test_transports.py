@@ -16,6 +16,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed import nixl_utils
 
+from tests.plumbing.server import free_ports
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
 from vllm_pyramid.transfer.settings import TransferSettings
 from vllm_pyramid.transfer.tcp import TcpTransport
@@ -27,22 +28,6 @@ STATE = "0123456789abcdef" * 2
 HEAD, PART = f"{STATE}.head", f"{STATE}.0"
 PIECES = [memoryview(b"one"), memoryview(bytes(100_000)), memoryview(b"two")]
 CONTENT = b"".join(PIECES)
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody has."""
-    for first in range(21_000, 29_000, 16):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, one in enumerate(sockets):
-                one.bind(("127.0.0.1", first + offset))
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-        return first
-    raise AssertionError("no ports are free")
 
 
 def make(role: str = "kv_both", place: int = 0, **extra: Any) -> Transport:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,18 +53,10 @@ class Queries(LayerHooks):
 
 
 def _worker(policy: Policy, device: Any, **more: Any) -> tuple[Worker, AnswerLevels, Queries]:
-    made: list[Any] = []
-
-    def late(context: WorkerContext) -> AnswerLevels:
-        made.append(AnswerLevels(policy, context))
-        return made[0]
-
-    def queries(context: WorkerContext) -> Queries:
-        made.append(Queries(context))
-        return made[1]
-
-    worker = Worker(policy, device, PROMPTS, answer=96, more=[late, queries], **more)
-    return worker, *made
+    worker = Worker(
+        policy, device, PROMPTS, answer=96, more=[partial(AnswerLevels, policy), Queries], **more
+    )
+    return worker, *worker.more
 
 
 def _rows(worker: Worker, name: str, layer: int, positions: torch.Tensor) -> torch.Tensor:

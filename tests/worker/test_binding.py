@@ -23,7 +23,6 @@ from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin
 from vllm_pyramid.attention.per_head.lane_tables import LaneTables
 from vllm_pyramid.attention.shifted_tables import ShiftedTables
 from vllm_pyramid.frontend.settings import KVSettings
-from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.step.hooks import LAYER_HOOKS
@@ -254,16 +253,6 @@ def test_the_tables_of_an_earlier_initialisation_are_freed_first() -> None:
     assert runner.tables[0].shape == (ROWS, WIDTH)
 
 
-def test_nothing_is_replaced_where_kernels_know_skips() -> None:
-    runner = Runner()
-    groups = make_groups()
-    for group in groups:
-        group.metadata_builders[0].reads_shifted_tables = False
-    runner.initialize_kv_cache(groups)
-    assert runner.shifted is None
-    assert len({table.untyped_storage().data_ptr() for table in runner.tables}) == len(NAMES)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -340,20 +329,6 @@ def test_a_hook_that_attention_does_not_call_is_refused(monkeypatch: pytest.Monk
     Runner("pyramidkv").initialize_kv_cache(make_groups())
 
 
-def test_one_mass_for_all_layers() -> None:
-    runner = Runner("h2o")
-    groups = make_groups()
-    runner.initialize_kv_cache(groups)
-    contexts = [group.metadata_builders[0].context for group in groups]
-    (mass,) = runner.pyramid.tracker.hooks
-    assert isinstance(mass, KeyMass) and all(list(context.hooks) == [mass] for context in contexts)
-    assert mass.pages.shape == (30, 2, 16) and mass.pages.dtype == torch.float32
-    other = Runner("pyramidkv")
-    groups = make_groups()
-    other.initialize_kv_cache(groups)
-    assert not list(groups[0].metadata_builders[0].context.hooks)
-
-
 def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
     page = 16 * 2 * 64 * 2 * 2  # tokens, KV heads, head size, K and V, bytes
     for policy, expected in (("h2o", 1000 * page), ("pyramidkv", 1000 * (page + 4 * 16 * 2))):
@@ -409,29 +384,6 @@ def test_tables_are_as_large_as_is_said(
         monkeypatch.setattr(adapter_v2, "has_host_tables", lambda: False)
         assert memory.table_bytes() == 2 * tables + beside
     assert (TablesV1.tensors_per_group, TablesV2.tensors_per_group) == (1, 2)
-
-
-@pytest.mark.parametrize("tables_class", [TablesV1, TablesV2])
-def test_tables_take_one_gib_at_vllms_defaults(
-    monkeypatch: pytest.MonkeyPatch, tables_class: Any
-) -> None:
-    """32 layers, 1,024 requests of 131,072 tokens, blocks of 16, steps of 8,192 tokens."""
-    names = [f"layers.{layer}.attn" for layer in range(32)]
-    monkeypatch.setattr(Runner, "tables_class", tables_class)
-    monkeypatch.setitem(globals(), "NAMES", names)
-    monkeypatch.setattr(StockRunner, "own", names)
-    runner = Runner("pyramidkv", heads=[2] * 32)
-    runner.vllm_config.model_config.max_model_len = 1 << 17
-    runner.vllm_config.scheduler_config.max_num_seqs = 1024
-    runner.vllm_config.scheduler_config.max_num_batched_tokens = 8192
-    memory = runner.pyramid.memory
-    memory._device = torch.device("cuda")
-    lengths_skips_and_slots = 32 * (1024 * (4 + 4 + 8) + 8 * 8192)
-    assert memory.table_bytes() == (1 << 30) + lengths_skips_and_slots
-    # Four rows of 1,024.
-    shifted = ShiftedTables(slice(0, 32), 4, [(8192, 16)] * 32, torch.device("cpu"))
-    assert shifted.tables[0].untyped_storage().nbytes() == (1 << 30) // 256
-    assert shifted.of_runner is shifted.tables
 
 
 STREAMS = {"mask": [[1.0, 0.0]] * 3}

@@ -87,17 +87,11 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "head_size"),
-    [
-        *((torch.float32, 8), (torch.bfloat16, 8), (torch.float16, 8), (torch.uint8, 8)),
-        *((torch.uint8, 3), (torch.float8_e4m3fn, 8), (torch.float8_e5m2, 8)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "head_size"), [(torch.bfloat16, 8), (torch.uint8, 3)])
 def test_every_byte_comes_back(
     dtype: torch.dtype, head_size: int, inference: bool, stream: Any
 ) -> None:
-    """Each type of cache; blocks of a number of bytes that is no whole number of words, too."""
+    """Blocks of a number of bytes that is no whole number of words, too."""
     of = specs(dtype, head_size)
     num_bytes = SLOTS * LAYERS * of[0].page_size_bytes
     pool, kv_caches = HostPool(num_bytes + 5, of, HostMemory, stream=stream), caches(of)

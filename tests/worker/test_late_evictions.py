@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,29 +35,23 @@ def _run(
     policy: Policy, device: Any, monkeypatch: pytest.MonkeyPatch, *, at_step_end: bool
 ) -> tuple[Worker, LateEvictions, dict[str, tuple[int, list[float]]]]:
     launch_tables(monkeypatch, device)
-    made: list[LateEvictions] = []
-
-    def late(context: Any) -> LateEvictions:
-        made.append(LateEvictions(policy, context))
-        return made[0]
-
-    worker = Worker(
-        policy, device, PROMPTS, at_step_end=at_step_end, layers=4, more=[late], copies=True
-    )
+    more = [partial(LateEvictions, policy)]
+    worker = Worker(policy, device, PROMPTS, at_step_end=at_step_end, layers=4, more=more)
+    (late,) = worker.more
     losses = {}
     for step in STEPS:
         worker.step(step)
         waits = len(getattr(device, "waits", []))
-        losses |= made[0].take_losses()  # read back
+        losses |= late.take_losses()  # read back
         del getattr(device, "waits", [])[waits:]
     given: dict[str, list[tuple[int, int]]] = {}
     for name, level in ORDERS:
         given.setdefault(name, []).append((PROMPTS[name], level))
-        order(worker, made[0], name, given[name])
+        order(worker, late, name, given[name])
         worker.step({"a": 1, "b": 1, "c": 1})
     assert worker.failed == {}
     monkeypatch.undo()
-    return worker, made[0], losses
+    return worker, late, losses
 
 
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "pieces"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,6 @@ from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.pages.worker import PageSelector
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
-from vllm_pyramid.step.hooks import WorkerContext
 from vllm_pyramid.worker.answer_levels import AnswerLevels
 from vllm_pyramid.worker.late_evictions import LateEvictions
 
@@ -127,14 +127,9 @@ def test_layer_by_layer_launches_many_times_as_much(monkeypatch: pytest.MonkeyPa
 def test_launches_of_levels_and_orders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Levels of a prompt, in 32 layers: at most 110, of which 32 copy queries; an order: 20."""
     args = {"schedule": "pressure", "min_tokens": 0, "window": POLICIES[name].window}
-    policy, made = load_policy(POLICIES[name].name, "20%", args=args), list[LateEvictions]()
-
-    def late(context: WorkerContext) -> LateEvictions:
-        made.append(LateEvictions(policy, context))
-        return made[0]
-
+    policy = load_policy(POLICIES[name].name, "20%", args=args)
     counts, more = [], {"layers": LAYERS, "spare": LAYERS * 64, "at_step_end": True}
-    for served, hooks in ((load_policy("full"), []), (policy, [late])):
+    for served, hooks in ((load_policy("full"), []), (policy, [partial(LateEvictions, policy)])):
         with CountingDevice() as device:
             launch_tables(monkeypatch, device)
             worker = Worker(served, device, {"a": 190}, more=hooks, **more)
@@ -143,7 +138,7 @@ def test_launches_of_levels_and_orders(name: str, monkeypatch: pytest.MonkeyPatc
             counts.append(device.counts)
             if hooks:
                 device.counts = Counter()
-                order(worker, made[0], "a", [(190, 0)])
+                order(worker, worker.more[0], "a", [(190, 0)])
                 of_order = device.counts
         monkeypatch.undo()
         assert device.waits == [] and worker.failed == {}
@@ -158,22 +153,19 @@ def test_launches_of_levels_of_an_answer(name: str, monkeypatch: pytest.MonkeyPa
     """At most 75, and 32 that copy queries, more than a step that keeps a query: 64 of these."""
     args = {"schedule": "pressure", "schedule.answers": 64, "min_tokens": 0}
     args |= {"window": POLICIES[name].window}
-    policy, made = load_policy(POLICIES[name].name, "20%", args=args), list[AnswerLevels]()
-
-    def late(context: WorkerContext) -> AnswerLevels:
-        made.append(AnswerLevels(policy, context))
-        return made[0]
-
+    policy = load_policy(POLICIES[name].name, "20%", args=args)
     counts, more = [], {"layers": LAYERS, "spare": LAYERS * 64, "at_step_end": True}
     with CountingDevice() as device:
         launch_tables(monkeypatch, device)
-        worker = Worker(policy, device, {"a": 190}, 64, more=[late], **more)
+        worker = Worker(
+            policy, device, {"a": 190}, 64, more=[partial(AnswerLevels, policy)], **more
+        )
         worker.step({"a": 190})
         for _ in range(64):
             device.counts = Counter()
             worker.step({"a": 1})
             counts.append(device.counts)
-    assert device.waits == [] and worker.failed == {} and made[0]._requests["a"].point == 254
+    assert device.waits == [] and worker.failed == {} and worker.more[0]._requests["a"].point == 254
     print(dict(counts[-2]), dict(counts[-1]))
     assert counts[0].total() == 0 and counts[-2].total() <= 2 * LAYERS + 1
     of_levels = counts[-1] - counts[-2]
@@ -228,8 +220,7 @@ class FlashLists:
         assert (impl.num_heads, impl.num_kv_heads) == (HEADS // KV_HEADS, 1)
         assert metadata.num_actual_tokens == len(query) == len(metadata.seq_lens)
         self._attend(
-            *(out, query, cache, metadata.block_table, metadata.query_start_loc),
-            metadata.seq_lens,
+            *(out, query, cache, metadata.block_table, metadata.query_start_loc), metadata.seq_lens
         )
 
 

@@ -13,9 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 from triton.runtime import jit
 
-from tests.kernels import table_twins
 from tests.kernels.every_kernel import triton_ops
-from tests.shifted_worker import HEADS, SIZE, Host, Worker, policies, vllms_attention
+from tests.shifted_worker import HEADS, SIZE, Host, Worker, launch_tables, policies, vllms_attention
 from vllm_pyramid.attention import backend_cuda
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
@@ -26,8 +25,6 @@ from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
 pytestmark = pytest.mark.cpu
 
-GATHER = table_twins.gather_tables
-LANES = (table_twins.lane_rows, table_twins.lane_slots)
 KERNELS = {
     "gather_tables": triton_tables.gather_tables,
     "lane_rows": triton_lanes.lane_rows,
@@ -81,13 +78,6 @@ class Launched(Host):
 
 class Impl(PyramidImplMixin):
     head_size, num_heads, scale, logits_soft_cap, kv_cache_dtype = SIZE, HEADS, 0.25, 0.0, "auto"
-
-
-def launch_tables(monkeypatch: pytest.MonkeyPatch, device: Host) -> None:
-    monkeypatch.setattr(triton_tables, "gather_tables", device.launch(GATHER))
-    for in_pytorch in LANES:
-        name = in_pytorch.__name__.removesuffix("_reference")
-        monkeypatch.setattr(triton_lanes, name, device.launch(in_pytorch))
 
 
 def make_worker(policy: Policy, monkeypatch: pytest.MonkeyPatch, *, held: bool = True) -> Worker:

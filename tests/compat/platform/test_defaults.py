@@ -33,42 +33,28 @@ def defaults() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("workers", "nodes", "bind"),
-    [
-        (1, [[0, 1]], "0,1"),  # both cores compute
-        (1, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1,2,3"),  # a worker stays on a node, as in vLLM
-        (2, [[0, 1], [2, 3]], "0,1|2,3"),
-        # vLLM alone would refuse to start: more workers than nodes, each on one node.
-        (2, [[0, 1, 2, 3]], "0,1|2,3"),
-        (3, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1|2,3|4,5,6,7"),
-        (4, [[0, 1], [2, 3]], "0|1|2|3"),
-        (2, [list(range(20))], "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18"),
-        (3, [[0, 1]], "nobind"),
-        (1, [list(range(16))], None),  # one core of many for the front end: vLLM's own rule
-        (2, [list(range(16)), [16, 17]], ",".join(map(str, range(16))) + "|16,17"),
-    ],
-)
-def test_threads(defaults: Any, workers: int, nodes: list[list[int]], bind: str | None) -> None:
-    assert defaults.threads_to_bind({}, workers, nodes) == bind
-
-
-@pytest.mark.parametrize(
     ("replicas", "workers", "nodes", "bind"),
     [
+        (1, 1, [[0, 1]], "0,1"),  # both cores compute
+        (1, 1, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1,2,3"),  # a worker stays on a node, as in vLLM
+        (1, 2, [[0, 1], [2, 3]], "0,1|2,3"),
+        # vLLM alone would refuse to start: more workers than nodes, each on one node.
+        (1, 2, [[0, 1, 2, 3]], "0,1|2,3"),
+        (1, 3, [[0, 1, 2, 3], [4, 5, 6, 7]], "0,1|2,3|4,5,6,7"),
+        (1, 4, [[0, 1], [2, 3]], "0|1|2|3"),
+        (1, 2, [[*range(20)]], "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18"),
+        (1, 3, [[0, 1]], "nobind"),
+        (1, 1, [[*range(16)]], None),  # one core of many for the front end: vLLM's own rule
+        (1, 2, [[*range(16)], [16, 17]], ",".join(map(str, range(16))) + "|16,17"),
         (2, 1, [[0, 1]], "0|1"),
         (2, 2, [[0, 1], [2, 3]], "0|1|2|3"),
         (3, 1, [[0, 1]], "nobind"),
         # vLLM's own rule would bind both to the first node.
-        (
-            2,
-            1,
-            [list(range(10)), list(range(10, 20))],
-            "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18",
-        ),
+        (2, 1, [[*range(10)], [*range(10, 20)]], "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18"),
     ],
 )
-def test_replicas_compute_on_cores_of_their_own(
-    defaults: Any, replicas: int, workers: int, nodes: list[list[int]], bind: str
+def test_threads(
+    defaults: Any, replicas: int, workers: int, nodes: list[list[int]], bind: str | None
 ) -> None:
     assert defaults.threads_to_bind({}, workers, nodes, replicas) == bind
 

@@ -49,10 +49,7 @@ pytestmark = pytest.mark.cpu
             "h2o 12% has 1039 blocks of a layer for requests, of a cache for 1 whole ones without "
             "eviction, and one needs 1056: give the pool more",
         ),
-        (
-            ["prefix", "--policies", "snapkv,h2o", "--resume"],
-            "--resume and h2o: it adds up",
-        ),
+        (["prefix", "--policies", "snapkv,h2o", "--resume"], "--resume and h2o: it adds up"),
     ],
 )
 def test_wrong_arguments(
@@ -227,6 +224,8 @@ def test_conversations_of_a_job() -> None:
     plain = Job(SHAPES["small"], 64, 8, 4, 4.0)
     assert [len(prompt) for prompt in plain.prompts(0)] == [64] * 4
     assert plain.later_turns(0) == [[]] * 4
+    warm_up = plain.prompts(WARM_UP_SEED)[0]
+    assert all(warm_up not in plain.prompts(repetition) for repetition in range(5))
 
 
 def test_prefix_caching_is_on_where_it_is_measured() -> None:
@@ -278,16 +277,6 @@ def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
     assert "kv_swap_space" not in small.engine_arguments(h2o)
 
 
-def test_pools_are_of_equal_bytes() -> None:
-    job = Job(SHAPES["small"], 2048, 64, 32, 4.0)
-    assert job.pool_bytes == (4 * 132 + 1) * 8 * 16 * 2 * 4 * 64 * 2
-    assert job.prompts(1) == job.prompts(1) != job.prompts(2)
-    warm_up = job.prompts(WARM_UP_SEED)[0]
-    assert all(warm_up not in job.prompts(repetition) for repetition in range(5))
-    assert {len(prompt) for prompt in job.prompts(1)} == {2048}
-    assert job.engine_arguments(Variant("full", None))["max_num_batched_tokens"] == 2048 + 32
-
-
 @pytest.mark.parametrize(
     ("engine_args", "token_bytes"),
     [
@@ -305,6 +294,7 @@ def test_a_pool_is_sized_by_the_type_that_is_served(
     assert job.pool_bytes == (4 * 132 + 1) * 8 * 16 * token_bytes
     made = job.engine_arguments(Variant("full", None))
     assert made["kv_cache_memory_bytes"] == job.pool_bytes
+    assert made["max_num_batched_tokens"] == 2048 + 32
     # A variant with a type of its own has as many bytes, and as many blocks as go into them.
     small = Variant("full", None, "fp8")
     assert job.block_bytes(small) == 16 * 2 * 4 * 64

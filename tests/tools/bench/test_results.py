@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -13,6 +14,7 @@ import pytest
 from vllm_pyramid.tools.bench.job import Job, Variant
 from vllm_pyramid.tools.bench.report import make_rows, records, table
 from vllm_pyramid.tools.bench.samples import Request, Step, engine_sample, latencies
+from vllm_pyramid.tools.bench.scheduler_log import steps_with_room
 from vllm_pyramid.tools.bench.shapes import SHAPES
 
 pytestmark = pytest.mark.cpu
@@ -125,3 +127,15 @@ def test_rows_are_written_and_shown(tmp_path: Path) -> None:
     assert shown["output_tokens_per_s"] == ["10", "20,000"]
     assert shown["prefill_share"] == ["0.5", "0.5"] and shown["resident_max"] == ["3", "3"]
     assert "decode_tokens_per_s" not in shown  # nothing measured
+
+
+def test_room_by_hand() -> None:
+    """Two tables; the last blocks of two requests have 8 tokens left, that of the third one."""
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    scheduler = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group, group]),
+        running=[SimpleNamespace(num_computed_tokens=tokens) for tokens in (40, 40, 47)],
+    )
+    steps = [steps_with_room(scheduler, free, 30) for free in (0, 1, 2, 5, 6, 7, 8, 12)]
+    # They need 2 blocks from the 2nd step on, 6 from the 9th, 8 from the 18th, 12 from the 25th.
+    assert steps == [1, 1, 8, 8, 17, 17, 24, 30]

@@ -14,6 +14,7 @@ from rich.console import Console
 from vllm_pyramid.tools.child_process import ChildError
 from vllm_pyramid.tools.demo import model_path, run
 from vllm_pyramid.tools.eval.engine import Work
+from vllm_pyramid.tools.eval.haystack import topics
 from vllm_pyramid.tools.eval.result import EvictionReport, Result
 
 pytestmark = pytest.mark.cpu
@@ -163,3 +164,17 @@ def test_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture[str]) ->
     assert "3 tokens leave no room" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run.main(["--max-tokens", "1"])
+
+
+def test_the_built_in_tokenizer_round_trips_any_text() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    english = "\n\n".join(topics().values())
+    for sample in ("A plain sentence, 42.", "naïve 漢字 😀\t\x07\n", english[:5000]):
+        ids = tokenizer(sample).input_ids
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.decode(ids, skip_special_tokens=True) == sample
+    assert len(english) / len(tokenizer(english).input_ids) > 2.5  # it did learn English
+    digits = tokenizer("is 48213.", add_special_tokens=False).input_ids
+    assert [tokenizer.decode([token]) for token in digits[1:]] == [" 4", *"8213", "."]
