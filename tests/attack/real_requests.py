@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real requests through an engine whose pool is too small, aborted in every phase of their lives.
-
-Policies and budgets of their own, shared prefixes, conversations that resume, and drafts; greedy
-and sampled. Every few steps each block is accounted for, and in the end nothing is left.
-"""
+"""Real requests through an engine whose pool is too small, aborted in every phase."""
 
 from __future__ import annotations
 

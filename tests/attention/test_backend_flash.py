@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention over a cache of 8-bit floats: it gets quantised queries, and scorers do not.
-
-Its function and the one that quantises have stand-ins in PyTorch, which check what they get and
-attend with the queries before they were quantised: so outputs are those of our kernels.
-"""
+"""FlashAttention over a cache of 8-bit floats: it gets quantised queries, and scorers do not."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our flags on vLLM's commands, and what they answer to mistakes.
-
-Mistakes are made in this process, through the function behind the `vllm` command: each would cost
-ten seconds of imports otherwise. A few are made once more with the command itself.
-"""
+"""Our flags on vLLM's commands, and what they answer to mistakes."""
 
 from __future__ import annotations
 

@@ -177,10 +177,7 @@ def test_all_turns_of_a_session_go_to_one_replica(
 def test_killing_a_replica_ends_the_server(
     server: Server, client: openai.OpenAI, random_model: Path
 ) -> None:
-    """The other replica is stopped: its answers end where they are, or have ended by then.
-
-    The last test of the server.
-    """
+    """The other replica is stopped: its answers end where they are, or have ended by then."""
     processes = {name: pid for pid, name in members(server.process.pid)}
     assert "VLLM::EngineCore_DP1" in processes
     replica = processes["VLLM::EngineCore_DP0"]

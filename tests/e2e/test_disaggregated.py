@@ -31,12 +31,7 @@ TICKET = {"do_remote_prefill": True, "pyramid_state": "a" * 32}
 
 
 class StandIns:
-    """Engines without a model, which note what they are asked.
-
-    Attributes:
-        asked: host and body of each request. first: what prefilling engines answer.
-        gone: hosts that do not answer.
-    """
+    """Engines without a model, which note what they are asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -276,10 +271,7 @@ def test_two_servers_answer_as_one(servers: tuple[Server, Server], router: str) 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_engines_are_killed_among_requests(random_model: Path, tmp_path: Path) -> None:
-    """First one of two that decode, then the one that prefills: all answers are one engine's.
-
-    Nothing stays with the engines that live on, and states that no engine fetches are dropped.
-    """
+    """First one of two that decode, then the one that prefills: all answers are one engine's."""
     address, ttl_s = f"127.0.0.1:{free_port()}", 5.0
     to_fetch = {"peers": [address], "wait_s": 2}
     roles: list[tuple[str, dict[str, Any]]] = [

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two replicas on two hosts behind one server, started as docs/parallel.md says, until one is lost.
-
-The hosts are namespaces of the kernel, joined by a cable; everything computes on the CPU.
-"""
+"""Two replicas on two hosts (namespaces of the kernel) behind one server, until one is lost."""
 
 from __future__ import annotations
 
@@ -112,8 +109,7 @@ def test_each_host_does_what_one_device_does(
 def test_the_other_replica_goes_on(
     replicas: Served, random_model: Path, one_device: Answers
 ) -> None:
-    """The last test of these hosts. vLLM does not see that a replica on another host is gone: a
-    request to it ends when its client gives up."""
+    """The last test here: vLLM does not see the loss, so its requests end when clients give up."""
     many = {"max_tokens": 1500, "n": 8, "temperature": 1}
     lost, client = replicas.server.client(10), replicas.server.client()
     stream = complete(lost, random_model, LENGTHS[0], stream=True, extra_headers=_of(1), **many)

@@ -45,12 +45,7 @@ def fresh(jobs: Sequence[Job]) -> list[Job]:
 
 @dataclass
 class Bench:
-    """A running engine, and what its answers are compared with.
-
-    Attributes:
-        folder: of its traces. path: of its model.
-        full: the answers of an engine of the policy `full` to `edge_jobs`; None: of another model.
-    """
+    """A running engine, and what its answers are compared with."""
 
     engine: Engine
     case: Case
@@ -110,11 +105,7 @@ class Bench:
         kept: bool = True,
         again: bool = False,
     ) -> None:
-        """Check tokens up to near ties, reports and kept positions without exception.
-
-        Args:
-            kept: whether the same evictions were computed. again: whether tokens were, twice.
-        """
+        """Check tokens up to near ties, reports and kept positions without exception."""
         assert_same_tokens(found, expected, self.case.near)
         own = OF_CHUNKS | OF_COMPUTING if again else OF_CHUNKS
         ours, theirs = (

@@ -14,10 +14,7 @@ from tests.engine.support import EnginePool
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[EnginePool]:
-    """One engine at a time; tests of a file that ask for the same settings in a row share it.
-
-    It ends with the file: any other may be the next in this process (`make test`).
-    """
+    """One engine at a time; tests of a file that ask for the same settings in a row share it."""
     pool = EnginePool()
     yield pool
     pool.close()

@@ -74,12 +74,7 @@ def talk(
     like: Sequence[Outcome] = (),
     **own: Any,
 ) -> list[Outcome]:
-    """A conversation, turn by turn; what a response says goes into the next request.
-
-    Args:
-        own: further settings of each request.
-        like: the outcomes of another engine, whose responses go there in place of this one's.
-    """
+    """A conversation, turn by turn; what a response says goes into the next request."""
     tokens: list[int] = []
     turns: list[int] = []
     outcomes = []

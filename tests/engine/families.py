@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models of families whose layers are not all full attention, or not all dense.
-
-As `models.py`, in Transformers' own classes and without a tokenizer; see `FAMILIES`.
-"""
+"""Tiny random models of families whose layers are not all full attention, or not all dense."""
 
 from __future__ import annotations
 

@@ -82,11 +82,7 @@ class PagedModel(HuggingFaceModel):
 
 
 class SummaryCheck:
-    """Called after every step of an engine: each summary is that of the keys in its block.
-
-    Attributes:
-        pages: how many were compared.
-    """
+    """Called after every step of an engine: each summary is that of the keys in its block."""
 
     def __init__(self) -> None:
         self.pages = 0

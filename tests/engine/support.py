@@ -105,11 +105,7 @@ class Engine:
         *,
         max_steps: int = 100_000,
     ) -> list[Outcome]:
-        """Run the jobs to their ends; outcomes in the order of the jobs.
-
-        Args:
-            on_step: called after every step of the engine.
-        """
+        """Run the jobs to their ends; outcomes in the order of the jobs."""
         self.broken = True  # unless this comes to its end
         outcomes = self._run(list(jobs), on_step, max_steps)
         self.broken = False
@@ -278,10 +274,7 @@ def spare_imports() -> None:
 
 
 class EnginePool:
-    """At most one in-process engine; asking for the same settings again finds it running.
-
-    vLLM keeps its distributed state in globals, so an engine ends before the next one starts.
-    """
+    """At most one in-process engine; asking for the same settings again finds it running."""
 
     _is_warm: ClassVar[bool] = False  # whether an engine has run in this process
 
@@ -344,10 +337,7 @@ def start_engine(model: str, **settings: Any) -> Engine:
 
 
 def greedy(max_tokens: int, *, logprobs: int | None = None, **extra_args: Any) -> Any:
-    """Greedy sampling of exactly `max_tokens` tokens; `extra_args` are the request's own settings.
-
-    Token ids only: the tests that read text set their own parameters.
-    """
+    """Greedy sampling of exactly `max_tokens` tokens; `extra_args`: the request's own settings."""
     from vllm import SamplingParams
 
     return SamplingParams(

@@ -32,16 +32,7 @@ LENGTHS = [9, 257, 512, 700]
 
 
 def by_directions(keys: torch.Tensor, n: int, budget: int) -> tuple[list[int], list[torch.Tensor]]:
-    """What the heads of a layer keep of their keys, by KeyDiff's score.
-
-    Not by norms, which the same token has at all positions of the first layer.
-
-    Args:
-        keys: `[HEADS, >= n, D]`.
-
-    Returns:
-        Their lengths, and all tokens between sinks and window of each head, the best first.
-    """
+    """What the heads of a layer keep of their keys, by KeyDiff's score."""
     unit = torch.nn.functional.normalize(keys[:, :n].double(), dim=-1)
     anchor = torch.nn.functional.normalize(unit.mean(dim=1, keepdim=True), dim=-1)
     scores = -(unit * anchor).sum(dim=-1)[:, SINKS : n - WINDOW]

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers evicted under pressure as CUDA users get it: both runners, back ends, and graphs.
-
-Triton's interpreter and stand-ins for graphs take the device's place (see `test_runner_v2.py`).
-Steps that keep queries run without graphs, and the others are replayed.
-"""
+"""Answers evicted under pressure as CUDA users get it: both runners, back ends, and graphs."""
 
 from __future__ import annotations
 

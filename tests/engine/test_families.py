@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models and mixtures of experts: full attention evicts, the rest is as in stock vLLM.
-
-Tiny random models (`families.py`) in float32, against Transformers on the same weights.
-"""
+"""Hybrid models and mixtures of experts: full attention evicts, the rest is as in stock vLLM."""
 
 from __future__ import annotations
 

@@ -195,8 +195,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def run_alike(
     engines: EnginePool, model: Path, vocab_size: int, **options: Any
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """What a cache of float32 gives in which numbers of 8 bits are, and one of 8 bits, which has
-    to be the same bit for bit."""
+    """Answers of a cache of float32 with numbers of 8 bits, and of one of 8 bits: equal bits."""
     prompts = random_prompts([130, 57, 401, 256], seed=5, vocab_size=vocab_size)
     runs = []
     for dtype in ("auto", "fp8"):

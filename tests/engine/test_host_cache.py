@@ -146,11 +146,7 @@ def test_a_prefix_comes_back_with_its_summaries(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    """Tokens behind it read the same pages, wherever it was found: in which memory, or in a file.
-
-    Bit for bit: of the device, of the host, and of an engine that is started on the other's files,
-    which reads a bundle in a step while the request waits.
-    """
+    """Tokens behind it read the same pages, whether it was found on the device, host or disk."""
     attend = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
     own: dict[str, Any] = {"kv_policy": "select", "dtype": "float32"}
     if kind != "spread":
@@ -273,11 +269,7 @@ def test_an_evicted_state_comes_back(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iterator[Child]:
-    """Two ranks with a pool of one sequence, a host cache and a folder, and two more behind them.
-
-    The first ones get a prompt, others, and it again; those that are started on their folder get it
-    once more.
-    """
+    """Two ranks with a pool of one sequence, a host cache and a folder; then two on the folder."""
     prompt, *others = random_prompts([900, 800, 850], seed=5)
     params = plain_greedy(20)
     waves = [[[prompt, params]], [[others[0], params]], [[others[1], params]], [[prompt, params]]]

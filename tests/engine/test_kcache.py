@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K on the device, V in host memory: the same numbers where all keys count, the paper's where not.
-
-The independent implementation is Transformers with its attention function replaced: rows behind
-the prompt keep, in every query head, the N largest weights of their softmax, which then sum to 1
-or, in the paper's notation, stay as they are.
-"""
+"""K on the device, V in host memory: the bits of `full` where all keys count, else the paper's."""
 
 from __future__ import annotations
 
@@ -131,10 +126,7 @@ def test_bytes_moved_are_reported(engines: EnginePool, random_model: Path) -> No
 def test_survivors_v_in_host_memory(
     engines: EnginePool, random_model: Path, fill_blocks: bool
 ) -> None:
-    """Exactly the tokens of the policy without it, where every survivor counts.
-
-    Blocks that are filled up are those of 32 tokens: the plain policy has such blocks here too.
-    """
+    """Exactly the tokens of the policy without it, where every survivor counts."""
     args: dict[str, Any] = {"fill_blocks": fill_blocks}
     common = {**SETTINGS, "kv_policy": "pyramidkv", "kv_budget": 100}
     plain = engines.get(random_model, **common, kv_policy_args=args, block_size=32)

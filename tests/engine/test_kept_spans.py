@@ -96,10 +96,7 @@ def test_inside_the_prompt(
 def test_requests_share_the_blocks_of_a_span(
     engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind their evictions, too: a span that several prompts begin with takes memory once.
-
-    What requests answer is what they answer with copies of their own.
-    """
+    """Behind their evictions, too: a span that several prompts begin with takes memory once."""
     span, tails = random_prompts([330], seed=9)[0], random_prompts([150] * 4, seed=10)
     jobs = [Job([*span, *tail], greedy(24, kv_keep=[0, 330])) for tail in tails]
     own = {"kv_policy": "pyramidkv", "kv_budget": 48, "kv_policy_args": {"window": 8}, **SETTINGS}

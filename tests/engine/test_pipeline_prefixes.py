@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix caching with two pipeline stages: tokens as without it, hits as long as with one stage.
-
-What the stages' pools have given away comes back from their host caches.
-"""
+"""Prefix caching with two pipeline stages: tokens as without it, hits as long as with one stage."""
 
 from __future__ import annotations
 

@@ -189,10 +189,7 @@ def test_several_orders_keep_what_one_does(
 def test_a_burst_is_served_without_preemptions(
     engines: EnginePool, tiny_model: Callable[[str], Path], further: dict[str, Any], headroom: float
 ) -> None:
-    """Prompts of four times the pool: evicted step by step, none is computed twice.
-
-    They wait rather than that one is evicted to its budget, where they count more.
-    """
+    """Prompts of four times the pool: evicted step by step, none is computed twice."""
     schedule = {"schedule": {"kind": "pressure", "headroom": headroom}}
     further = {**further, "kv_policy_args": {**SETTINGS["kv_policy_args"], **schedule}}
     engine = engines.get(

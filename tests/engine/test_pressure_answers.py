@@ -184,10 +184,7 @@ def test_several_orders_at_a_point_keep_what_one_does(
 def test_long_answers_are_served_without_preemptions(
     engines: EnginePool, tiny_model: Callable[[str], Path], further: dict[str, Any]
 ) -> None:
-    """Eight answers of 500 tokens in a pool for three: they are evicted, none is computed twice.
-
-    Without points for answers, requests are preempted.
-    """
+    """Eight answers of 500 tokens in a pool for three: they are evicted, none is computed twice."""
     preempted = []
     for every in (0, 64):
         engine = engines.get(

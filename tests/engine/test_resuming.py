@@ -79,11 +79,7 @@ def test_a_turn_whose_answer_is_not_repeated(
 
 
 def _crowd(engine: Engine, look: Any, like: Sequence[Outcome] = ()) -> list[Outcome]:
-    """Three turns of four conversations, side by side; one of the second turns is aborted.
-
-    Args:
-        like: what came of it in another engine, whose answers these turns go on from.
-    """
+    """Three turns of four conversations, side by side; one of the second turns is aborted."""
     tokens: list[list[int]] = [[]] * 4
     turns: list[list[int]] = [[]] * 4
     ended = []

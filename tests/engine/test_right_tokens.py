@@ -70,11 +70,7 @@ def _check_solved(
     fill_blocks: bool,
     retention: float | None,
 ) -> None:
-    """Lengths that follow from the prompt's scores: the formulas on Transformers' queries, keys.
-
-    Args:
-        model: that has decoded the outcome's tokens.
-    """
+    """Lengths that follow from the prompt's scores: the formulas on Transformers' queries, keys."""
     solved, kept = outcome.report["solved_tokens"], outcome.report["kept_tokens"]
     n, layers, budget = len(outcome.job.prompt), len(solved), outcome.report["kv_budget"]
     lengths = [keep - window for keep in solved]

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select instead of evict: the whole cache where all is read, an oracle's answer where it is not.
-
-The independent implementation is Transformers with its attention function replaced: rows behind the
-prompt see, in each layer and KV head, the tokens of the pages that the engine read, and no others.
-That these are the best pages is checked with scores from the oracle's own queries and keys.
-"""
+"""Selected pages: the whole cache's answer where all is read, an oracle's where it is not."""
 
 from __future__ import annotations
 
@@ -286,10 +281,7 @@ def test_evicted_and_selected(
     tmp_path_factory: pytest.TempPathFactory,
     span: tuple[int, int] | None,
 ) -> None:
-    """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's.
-
-    Tokens that a request keeps by `kv_keep` are in the cache, and are read where they are chosen.
-    """
+    """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's."""
     folder = tmp_path_factory.getbasetemp() / "evicted-and-selected"
     folder.mkdir(exist_ok=True)
     engine = engines.get(
@@ -359,10 +351,7 @@ def test_evicted_inside_the_prompt_and_selected(engines: EnginePool, model: Path
 def test_layers_of_other_kinds_attend_as_ever(
     engines: EnginePool, tmp_path: Path, family: str
 ) -> None:
-    """Windows, learned sinks, states: only layers with full attention select.
-
-    Of gemma3n also layers that read the cache of another layer, which choose by their own queries.
-    """
+    """Windows, learned sinks, states: only layers with full attention select."""
     folder = make_hybrid(family, tmp_path)
     jobs = {"lengths": (33, 257, 512)}
     common = {**SETTINGS, "max_num_batched_tokens": 512}

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding beside eviction: greedy tokens are those without it.
-
-Drafts come from the prompt and the answer so far (n-grams), or from a model that knows the target's
-first layers. The prompts repeat a few tokens in changing order, so that some drafts are right and
-most are not.
-"""
+"""Speculative decoding beside eviction: greedy tokens are those without it."""
 
 from __future__ import annotations
 

@@ -85,11 +85,7 @@ def check_trace(folder: Path, outcome: Outcome, kept: list[torch.Tensor]) -> Non
 def check_recall(
     folder: Path, outcome: Outcome, model: HuggingFaceModel, whole: np.ndarray
 ) -> None:
-    """Each head has the share of the attention of the prompt's last queries to what it keeps.
-
-    Args:
-        model: that has computed the prompt.
-    """
+    """Each head has the share of the attention of the prompt's last queries to what it keeps."""
     n = len(outcome.job.prompt)
     with np.load(folder / f"{outcome.request_id}.npz") as trace:
         for layer, head in np.ndindex(LAYERS, HEADS):

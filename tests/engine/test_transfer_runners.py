@@ -100,10 +100,7 @@ def _left(folder: Path) -> list[str]:
 
 
 def test_ranks_of_other_numbers(tmp_path: Path, model: Path) -> None:
-    """One rank sends to two, these to themselves, and to one: tokens and reports are one engine's.
-
-    Each of the two has one of the KV heads in all blocks.
-    """
+    """One rank sends to two, these to themselves, and to one: answers are those of one engine."""
     count, two = len(PROMPTS), {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     # A request behind those that are sent: the engine ends when it has ended, and they have gone.
     first = _run(tmp_path, model, [ALONE, [], SENT, [], ALONE[:1]], own={})["outputs"]

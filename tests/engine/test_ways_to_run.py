@@ -46,10 +46,7 @@ THINNED: dict[str, Any] = {
 def test_compiled_where_prompts_are_thinned(
     engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that thin a prompt run without torch.compile, all others with it, and the log says so.
-
-    Prompts that arrive later meet requests that decode, in a step that is not compiled for them.
-    """
+    """Steps that thin a prompt run without torch.compile, others with it, and the log says so."""
     from vllm_pyramid.compat import thin_forward
 
     def jobs() -> list[Job]:

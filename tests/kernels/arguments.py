@@ -26,11 +26,7 @@ def take_softmax(options: dict[str, Any], scale: float) -> Softmax:
 
 
 def head_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return different sinks, `[heads]`.
-
-    Over hundreds of keys with normally distributed logits the first sink takes little of its head's
-    attention, and the last nearly all.
-    """
+    """Return different sinks, `[heads]`."""
     return torch.linspace(4.0, 9.0, heads).to(dtype)
 
 
@@ -40,11 +36,7 @@ def take_reduction(options: dict[str, Any]) -> Reduction:
 
 
 def check_no_requests(module: Any, batch: Any) -> None:
-    """Call every function of a back end for no requests, with and without the known maxima.
-
-    Args:
-        batch: has the caches to call with; its requests are left out.
-    """
+    """Call every function of a back end for no requests, with and without the known maxima."""
     key, value, softmax = batch.key_cache, batch.value_cache, Softmax(0.125)
     before = [cache.clone() for cache in (key, value)]
     none = torch.zeros(0, dtype=torch.int32)

@@ -41,12 +41,7 @@ def exact(batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> tor
 
 @pytest.fixture
 def assert_close(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """Check on every instruction set: at most twice PyTorch's error in the dtype of the cache.
-
-    In float32 that error depends on the order of sums in the processor's own library, a few units
-    in the last place; hence the additional tolerance. The log-sum-exp is that of the reference, and
-    asking for it does not change the output.
-    """
+    """Check on every instruction set: at most twice PyTorch's error in the dtype of the cache."""
 
     def check(batch: Any, **options: Any) -> None:
         right_lse, lse = (torch.full(batch.query.shape[:2], 9.0) for _ in range(2))

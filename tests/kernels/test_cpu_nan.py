@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key that is NaN: what follows from it is NaN on every instruction set, and nothing else is.
-
-What is finite by mistake would be ranked, and a request that has failed would go on.
-"""
+"""A key that is NaN: what follows from it is NaN on every instruction set, and nothing else is."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of 8-bit floats: the C++ kernels on every instruction set, and the reference.
-
-What is right is the reference in float64 on a cache that was dequantised beforehand, with no scales
-left to it.
-"""
+"""Caches of 8-bit floats: the C++ kernels on every instruction set, and the reference."""
 
 from __future__ import annotations
 
@@ -89,11 +85,7 @@ def check_attention(each_isa: Any) -> Callable[..., None]:
 
 
 def test_every_number_is_read_exactly(each_isa: Any, fp8: torch.dtype) -> None:
-    """Attend to one key per request: the output is its value, the log-sum-exp a component.
-
-    All 256 bit patterns; those that are no number give none. Direct reads, tiles, and head sizes
-    that fill no vector.
-    """
+    """Attend to one key per request: the output is its value, the log-sum-exp a component."""
     for head_size in (8, 24, 64):
         tokens = -(-256 // head_size)
         bits = (torch.arange(tokens * head_size) % 256).to(torch.uint8)

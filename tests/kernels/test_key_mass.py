@@ -51,10 +51,7 @@ def lse_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
 
 @pytest.fixture
 def assert_mass(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
-    """Check on every instruction set, with and without attention's log-sum-exp.
-
-    The mass is close to the reference, and no other slot is touched.
-    """
+    """Check on every instruction set, with and without attention's log-sum-exp."""
 
     def check(batch: Any, **options: Any) -> None:
         others = new_mass(batch, 1.0)

@@ -31,11 +31,7 @@ FEWEST = 128
 
 
 def share(batch: Batch, groups: Sequence[tuple[Sequence[int], int]]) -> Batch:
-    """Let the tables of each group begin with the same blocks: those of its first request.
-
-    Args:
-        groups: requests, and the position at which the blocks that they share end.
-    """
+    """Let the tables of each group begin with the same blocks: those of its first request."""
     block_size = batch.key_cache.shape[2]
     for requests, end in groups:
         first = int(batch.skips[requests[0]]) // block_size
@@ -85,11 +81,7 @@ def rows_alone(batch: AttentionBatch, groups: Sequence[SharedPrefix]) -> torch.T
 
 @pytest.fixture
 def check(each_isa: Callable[[], Iterator[str]]) -> Callable[..., list[SharedPrefix]]:
-    """Check on every instruction set: sharing ran, and errs by at most twice PyTorch's own error.
-
-    As many rows share as in the groups of the reference, the other requests have the bits of
-    `paged_attention`, and the reference agrees with the exact result far below that error.
-    """
+    """Check on every instruction set: sharing ran, and errs by at most twice PyTorch's error."""
 
     def run(
         batch: AttentionBatch, plain: AttentionBatch | None = None, **options: Any

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules `triton_matrix/check_*.py`, each in a process of its own.
-
-Triton decides on import, by a variable, whether it interprets or compiles: the modules run on CPU
-tensors under the interpreter and, if there is a CUDA device, compiled.
-"""
+"""The modules `triton_matrix/check_*.py`, each in a process of its own."""
 
 from __future__ import annotations
 

@@ -48,10 +48,7 @@ def run_both(
     nothing=0,
     **launch,
 ):
-    """Return the outputs of Triton and of the reference, and the tolerance.
-
-    The tolerance is the error of PyTorch in the dtype of the inputs.
-    """
+    """Return the outputs of Triton and of the reference, and the tolerance."""
     num_kv_heads, group, head_size, dtype, _ = geometry
     device = paged.key_cache.device
     generator = torch.Generator().manual_seed(seed)

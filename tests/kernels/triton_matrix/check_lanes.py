@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots and orders of lanes, against the reference and by their definition.
-
-Shape legend: L layers, R requests, G KV heads, N tokens of a lane's block.
-"""
+"""Slots and orders of lanes, against the reference and by their definition."""
 
 from __future__ import annotations
 

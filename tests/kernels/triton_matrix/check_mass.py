@@ -41,10 +41,7 @@ START = 0.25  # what the mass holds before: it is added to
 
 
 def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pass=False, **launch):
-    """Run both on pages that begin at `START`; return what each added, `[G, tokens]` per request.
-
-    `one_pass`: Triton is given the log-sum-exp of attention.
-    """
+    """Run both on pages that begin at `START`; return what was added, `[G, tokens]` per request."""
     num_kv_heads, group, head_size, dtype, _ = geometry
     device = paged.key_cache.device
     generator = torch.Generator().manual_seed(2)

@@ -44,10 +44,7 @@ def bits_of(cache):
 def test_compact_is_gather_then_write(
     make_paged, ints, device, dtype, head_size, joint, block_size
 ):
-    """Overlap in every way: all but one kept, most kept over several tiles, few kept, all kept.
-
-    Random bits, NaN payloads included, must arrive unchanged and nothing else may change.
-    """
+    """Overlap in every way: all but one kept, most kept over several tiles, few kept, all kept."""
     lens, keeps = [300, 290, 150, 40, 33], [299, 200, 20, 40, 1]
     paged = make_paged(lens, 2, head_size, torch.float32, block_size=block_size, joint=joint)
     generator = torch.Generator().manual_seed(1)

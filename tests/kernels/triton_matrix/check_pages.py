@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V elsewhere on Triton: rows and pages between memories, attention by two tables, choosers.
-
-Against the reference, in float64 where something is computed.
-"""
+"""V elsewhere on Triton: rows and pages between memories, attention by two tables, choosers."""
 
 from __future__ import annotations
 

@@ -31,10 +31,7 @@ SCORE_CASES = [
 
 
 def run_both(paged, ints, case, lens, before, seed=0, sinks=False, **keywords):
-    """Return the scores of Triton and of the reference, with `before` tokens between requests.
-
-    `sinks`: the heads have learned ones.
-    """
+    """Return the scores of Triton and of the reference, with `before` tokens between requests."""
     num_kv_heads, group, head_size, dtype, window, reduce, pooling, kernel_size, cap = case
     device = paged.key_cache.device
     ends, total = [], 0

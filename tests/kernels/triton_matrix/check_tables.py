@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, lengths and skips of a step, against the reference and by their definition.
-
-Shape legend: L layers, R rows, G tables of a layer.
-"""
+"""Tables, lengths and skips of a step, against the reference and by their definition."""
 
 from __future__ import annotations
 
