@@ -73,11 +73,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_two_ranks_do_what_one_device_does(
-    client: openai.OpenAI,
-    random_model: Path,
-    folder: Path,
-    head: RayHead,
-    one_device: Answers,
+    client: openai.OpenAI, random_model: Path, folder: Path, head: RayHead, one_device: Answers
 ) -> None:
     assert len(head.workers()) == 2
     for length in LENGTHS:

@@ -69,10 +69,7 @@ def one_device(random_model: Path, folder: Path) -> Answers:
 
 @pytest.fixture(scope="module")
 def replicas(
-    random_model: Path,
-    folder: Path,
-    one_device: Answers,
-    tmp_path_factory: pytest.TempPathFactory,
+    random_model: Path, folder: Path, one_device: Answers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     with two_hosts(tmp_path_factory.getbasetemp()) as (one, other, _):
         both = (

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engine.models import write_model
-from tests.engine.support import EnginePool
+from tests.engine.support import EnginePool, Models, Start
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def engines() -> Iterator[EnginePool]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """`tiny_model(name)`: the folder of a model of `models.SHAPES`, written on the first call."""
     written: dict[str, Path] = {}
 
@@ -31,3 +31,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return written[name]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def tiny(engines: EnginePool, tiny_model: Models) -> Start:
+    """`tiny(name, **settings)`: an engine of `engines` with a model of `models.SHAPES`."""
+    return lambda name, **settings: engines.get(tiny_model(name), **settings)
+
+
+@pytest.fixture(scope="module")
+def demo(engines: EnginePool, random_model: Path) -> Start:
+    """`demo(**settings)`: an engine of `engines` with the random model of all tests."""
+    return lambda **settings: engines.get(random_model, **settings)

@@ -78,10 +78,7 @@ class HuggingFaceModel:
 
     @torch.no_grad()
     def forward(
-        self,
-        tokens: Sequence[int],
-        prompt_len: int | None = None,
-        kept: Kept | None = None,
+        self, tokens: Sequence[int], prompt_len: int | None = None, kept: Kept | None = None
     ) -> torch.Tensor:
         """Log probabilities `[T, vocabulary]` of the token after each one.
 

@@ -273,6 +273,12 @@ def spare_imports() -> None:
     spare_collections()
 
 
+# `start(model, **settings)`: a running engine.
+Start = Callable[..., Engine]
+# `models(name)`: the folder of a model.
+Models = Callable[[str], Path]
+
+
 class EnginePool:
     """At most one in-process engine; asking for the same settings again finds it running."""
 

@@ -36,10 +36,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_orders_are_those_of_the_first_runner_on_the_cpu(
-    engines: EnginePool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    engines: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The same tokens, and the same orders at the same points, of which some are in answers."""
     monkeypatch.setitem(models.SHAPES, "llama-tiny", SHAPE)

@@ -26,7 +26,9 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
     random_prompts,
@@ -121,11 +123,10 @@ def settings(dtype: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", list(FP8))
 @pytest.mark.parametrize("policy", ["pyramidkv", "snapkv", "xkv", "streaming-llm"])
 def test_kept_tokens_and_decoding(
-    engines: EnginePool, random_model: Path, tmp_path: Path, dtype: str, policy: str
+    demo: Start, random_model: Path, tmp_path: Path, dtype: str, policy: str
 ) -> None:
     """In chunks of 100 tokens: what is kept, and what decoding makes of it."""
-    engine = engines.get(
-        random_model,
+    engine = demo(
         **settings(dtype, kv_policy=policy, kv_budget=40, kv_policy_args={"fill_blocks": False}),
         kv_trace=str(tmp_path),
         enable_prefix_caching=False,  # every run writes all that it attends to
@@ -140,11 +141,10 @@ def test_kept_tokens_and_decoding(
 
 @pytest.mark.parametrize("name", ["snapkv-expected", "keyformer"])
 def test_scorers_in_pytorch_see_what_attention_does(
-    engines: EnginePool, random_model: Path, tmp_path: Path, name: str
+    demo: Start, random_model: Path, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    engine = engines.get(
-        random_model,
+    engine = demo(
         **settings("fp8", kv_policy=name, kv_budget=case.budget, kv_policy_args=case.args),
         kv_trace=str(tmp_path),
     )
@@ -244,13 +244,13 @@ def test_layers_that_slide_and_layers_that_read(
     assert sum(outcome.report["evicted_tokens"] for outcome in runs[1]) > 300
 
 
-def test_prefixes_and_preemption(engines: EnginePool, tiny_model: Callable[[str], Path]) -> None:
+def test_prefixes_and_preemption(tiny: Start) -> None:
     """Blocks of bytes are shared, copied and computed again; tokens stay the same."""
     shared, *tails = random_prompts([160, *range(60, 160, 10)], seed=4)
     runs: list[list[list[int]]] = []
     for blocks, caching in ((2000, False), (2000, True), (230, True)):
-        engine = engines.get(
-            tiny_model("mistral"),
+        engine = tiny(
+            "mistral",
             **settings("fp8", kv_policy="snapkv", kv_budget=64, max_model_len=512),
             enable_prefix_caching=caching,
             kv_admission="prompt",  # so that requests are preempted
@@ -269,9 +269,7 @@ def test_prefixes_and_preemption(engines: EnginePool, tiny_model: Callable[[str]
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_scales_of_a_checkpoint(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_scales_of_a_checkpoint(engines: EnginePool, tiny_model: Models, tmp_path: Path) -> None:
     """They switch the cache on by themselves, and reach the kernels."""
     config = json.loads((tiny_model("llama-mha") / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}

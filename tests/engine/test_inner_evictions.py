@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.support import EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Job, Start, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -33,14 +32,12 @@ def _jobs(lengths: list[int], seed: int = 5) -> list[Job]:
     return [Job(p, greedy(MAX_TOKENS), i) for i, p in enumerate(random_prompts(lengths, seed=seed))]
 
 
-def test_a_scorer_inside_gets_the_rotary_embedding(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_scorer_inside_gets_the_rotary_embedding(tiny: Start, tmp_path: Path) -> None:
     """Expected Attention at points, with SnapKV at the end: it undoes the rotation of queries."""
     from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer
 
-    engine = engines.get(
-        tiny_model("mistral"),
+    engine = tiny(
+        "mistral",
         **_settings(
             kv_policy_args={
                 "chunk.tokens": 64,

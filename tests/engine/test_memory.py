@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Engine, Job, Start, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -49,9 +47,7 @@ def running_in_steady_state(engine: Engine, num_requests: int) -> float:
     return statistics.median(counts)
 
 
-def test_five_times_as_many_requests_run_at_once(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_five_times_as_many_requests_run_at_once(tiny: Start) -> None:
     """In a pool of eight full prompts, `pyramidkv` at 12 % decodes five times as many as `full`."""
     layers = 4
     settings: dict[str, Any] = {
@@ -61,10 +57,9 @@ def test_five_times_as_many_requests_run_at_once(
         "max_num_batched_tokens": PROMPT_LEN + 128,
         "num_gpu_blocks_override": 8 * _blocks(PROMPT_LEN) * layers + 1,
     }
-    model = tiny_model("llama-thin")
-    full = running_in_steady_state(engines.get(model, kv_policy="full", **settings), 32)
+    full = running_in_steady_state(tiny("llama-thin", kv_policy="full", **settings), 32)
     evicting = running_in_steady_state(
-        engines.get(model, kv_policy="pyramidkv", kv_budget="12%", **settings), 160
+        tiny("llama-thin", kv_policy="pyramidkv", kv_budget="12%", **settings), 160
     )
     print(f"requests decoding at once, median: full {full}, pyramidkv {evicting}")
     assert evicting >= 5 * full

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, Job, random_prompts
+from tests.engine.support import Job, Start, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
 
@@ -134,10 +134,8 @@ def _traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_two_stages(
-    engines: EnginePool, tiny_model: Any, stages: Child, folder: Path, name: str
-) -> None:
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **_settings(name, folder / "one"))
+def test_two_stages(tiny: Start, stages: Child, folder: Path, name: str) -> None:
+    engine = tiny("llama-mha", **SETTINGS, **_settings(name, folder / "one"))
     jobs = [
         Job(prompt, greedy_params(TOKENS), arrival)
         for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
@@ -177,11 +175,9 @@ def test_two_stages(
         assert result["evictions"] > 3
 
 
-def test_two_stages_with_lengths_of_heads(
-    engines: EnginePool, tiny_model: Any, stages: Child
-) -> None:
+def test_two_stages_with_lengths_of_heads(tiny: Start, stages: Child) -> None:
     """With bundles of two kinds, one of which has blocks in the second stage alone."""
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **HEADS, kv_min_tokens=None)
+    engine = tiny("llama-mha", **SETTINGS, **HEADS, kv_min_tokens=None)
     prompts = random_prompts(LENGTHS)
     outcomes = engine.run(
         [

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.support import EnginePool, random_prompts
+from tests.engine.support import Start, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -29,13 +27,11 @@ def _settings(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_samples_of_one_prompt_share_it(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_samples_of_one_prompt_share_it(tiny: Start) -> None:
     """`n = 3`: in one step and in several; each evicts on its own."""
     from vllm import SamplingParams
 
-    engine = engines.get(tiny_model("mistral"), **_settings())
+    engine = tiny("mistral", **_settings())
     (prompt,) = random_prompts([400], seed=3)
     params = SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True, detokenize=False)
     engine.llm.reset_prefix_cache()

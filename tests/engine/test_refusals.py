@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.families import make_family
-from tests.engine.support import EnginePool, greedy
+from tests.engine.support import EnginePool, Models, Start, greedy
 from tests.engine.test_fp8 import attention_layers as layers
 from vllm_pyramid.policy.served_settings import ServedSettings
 
@@ -203,7 +203,7 @@ def test_hybrid_models_in_pipeline_stages(tmp_path: Path) -> None:
         _config(windows, pipeline_parallel_size=2)
 
 
-def test_models_in_which_every_layer_slides(tiny_model: Callable[[str], Path]) -> None:
+def test_models_in_which_every_layer_slides(tiny_model: Models) -> None:
     """There is nothing to evict; beside layers with full attention windows are companions."""
     model = tiny_model("mistral-sliding")
     with pytest.raises(ValueError, match=r"every layer has a sliding window.*--kv-policy none"):
@@ -253,7 +253,7 @@ def test_missing_kernels(
 
 
 def test_an_engine_on_the_reference(
-    random_model: Path, engines: EnginePool, request: pytest.FixtureRequest
+    demo: Start, engines: EnginePool, request: pytest.FixtureRequest
 ) -> None:
     """Ask for the same tokens of C++ and of the PyTorch kernels, which the variable allows."""
     settings = {"kv_policy": "pyramidkv", "kv_budget": 24, "dtype": "float32"}
@@ -265,7 +265,7 @@ def test_an_engine_on_the_reference(
             request.getfixturevalue("broken_library")
             request.getfixturevalue("monkeypatch").setenv("VLLM_PYRAMID_ALLOW_REFERENCE", "1")
         engines.close()
-        engine = engines.get(random_model, **settings)
+        engine = demo(**settings)
         assert {layer.impl.ops.__name__.rpartition(".")[2] for layer in layers(engine)} == {name}
         (outcome,) = engine.generate([prompt], greedy(8))
         answers[name] = (outcome.token_ids, outcome.report)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 
 from tests.engine.drafts import count_drafts
 from tests.engine.hybrids import make_hybrid
+from tests.engine.oracles import check_log_probabilities
 from tests.engine.paged_paper import PagedModel, Pages, SummaryCheck, pages_read, selecting_layers
 from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
     assert_same_tokens,
     greedy,
@@ -69,7 +71,7 @@ def _fresh(engine: Engine) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[[str], Path]) -> Path:
+def model(tiny_model: Models) -> Path:
     return tiny_model(MODEL)
 
 
@@ -138,10 +140,8 @@ def test_an_independent_implementation_gives_its_tokens(
     _assert_read(outcomes)
     chosen = 0
     for outcome, oracle, logprobs in _oracle_runs(model, outcomes, pages):
-        prompt, generated = outcome.job.prompt, outcome.token_ids
-        assert logprobs.argmax(dim=-1).tolist() == generated
-        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
-            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+        prompt = outcome.job.prompt
+        check_log_probabilities(logprobs, outcome, 2e-4)
         for layer, position, heads in _choices(outcome, pages):
             own = position // N
             assert layer >= DENSE and position >= len(prompt) and len(heads) == KV_HEADS
@@ -161,10 +161,7 @@ def test_an_independent_implementation_gives_its_tokens(
 
 
 def test_the_page_scorer_of_the_documents_chooses(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engines: EnginePool, tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an engine, the pages that it scores highest; where it raises, its requests end."""
     page = (Path(__file__).parents[2] / "docs" / "select.md").read_text(encoding="utf-8")
@@ -318,9 +315,7 @@ def test_evicted_and_selected(
         oracle.name = outcome.request_id
         oracle.survivors = layers
         logprobs = oracle.forward(prompt + generated[:-1], len(prompt))[len(prompt) - 1 :]
-        assert logprobs.argmax(dim=-1).tolist() == generated
-        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
-            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+        check_log_probabilities(logprobs, outcome, 2e-4)
     assert (left_out == 0) == (span is not None)
     engine.check_whole()
 

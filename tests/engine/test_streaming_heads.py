@@ -18,6 +18,7 @@ from tests.engine.support import (
     EnginePool,
     Job,
     Outcome,
+    Start,
     assert_same_tokens,
     greedy,
     kept_at_evictions,
@@ -103,11 +104,10 @@ def check_recall(
 
 
 def test_each_head_keeps_what_the_mask_says(
-    engines: EnginePool, random_model: Path, tmp_path: Path
+    demo: Start, random_model: Path, tmp_path: Path
 ) -> None:
     """By its report, and by a trace, which also says what part of the attention is kept."""
-    engine = engines.get(
-        random_model,
+    engine = demo(
         kv_policy="duoattention",
         kv_policy_args=ARGS,
         kv_min_tokens=None,
@@ -137,14 +137,11 @@ def test_each_head_keeps_what_the_mask_says(
     engine.check_whole()
 
 
-def test_what_the_probe_writes_is_served(
-    engines: EnginePool, random_model: Path, tmp_path: Path
-) -> None:
+def test_what_the_probe_writes_is_served(demo: Start, random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "heads"
     argv = ["calibrate", "--heads", "--model", str(random_model), "-o", str(folder)]
     assert main([*argv, "--sinks", str(SINKS), "--recent", str(RECENT)]) == 0
-    engine = engines.get(
-        random_model,
+    engine = demo(
         kv_policy="duoattention",
         kv_policy_args={"mask": str(folder), "share": 0.25},
         kv_min_tokens=None,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, Job, Outcome, random_prompts
+from tests.engine.support import Job, Outcome, Start, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
 
@@ -138,8 +138,8 @@ def _traces(folder: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
     return traces
 
 
-def _on_one_rank(engines: EnginePool, tiny_model: Any, **settings: Any) -> list[Outcome]:
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **settings)
+def _on_one_rank(tiny: Start, **settings: Any) -> list[Outcome]:
+    engine = tiny("llama-mha", **SETTINGS, **settings)
     jobs = [
         Job(prompt, greedy_params(TOKENS), arrival)
         for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
@@ -150,10 +150,8 @@ def _on_one_rank(engines: EnginePool, tiny_model: Any, **settings: Any) -> list[
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_ranks(
-    engines: EnginePool, tiny_model: Any, two_ranks: Child, folder: Path, policy: str
-) -> None:
-    outcomes = _on_one_rank(engines, tiny_model, **_settings(policy, folder / "one"))
+def test_two_ranks(tiny: Start, two_ranks: Child, folder: Path, policy: str) -> None:
+    outcomes = _on_one_rank(tiny, **_settings(policy, folder / "one"))
     result = two_ranks.results(500)[list(POLICIES).index(policy)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids
@@ -190,13 +188,9 @@ def test_two_ranks(
 
 
 @pytest.mark.parametrize("policy", HEADS)
-def test_two_ranks_share_the_tables_of_heads(
-    engines: EnginePool, tiny_model: Any, two_ranks: Child, policy: str
-) -> None:
+def test_two_ranks_share_the_tables_of_heads(tiny: Start, two_ranks: Child, policy: str) -> None:
     """A head keeps as much as the longest at its place of both ranks; blocks of 64 tokens each."""
-    outcomes = _on_one_rank(
-        engines, tiny_model, kv_policy=policy, block_size=16, **HEADS[policy][1]
-    )
+    outcomes = _on_one_rank(tiny, kv_policy=policy, block_size=16, **HEADS[policy][1])
     result = two_ranks.results(500)[len(POLICIES) + list(HEADS).index(policy)]
     evicted = 0
     for output, outcome in zip(result["outputs"], outcomes, strict=True):

@@ -16,7 +16,9 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
     random_prompts,
@@ -104,7 +106,7 @@ def _check_generated(
 
 
 def test_what_is_generated_is_thinned(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+    engines: EnginePool, tiny_model: Models, tmp_path: Path
 ) -> None:
     """Every eviction of long answers in mixed batches, with preemptions, beside a full request."""
     path = tiny_model("llama-mha")
@@ -178,7 +180,7 @@ def _jobs(vocab_size: int, *, staggered: bool) -> list[Job]:
 )
 def test_models(
     engines: EnginePool,
-    tiny_model: Callable[[str], Path],
+    tiny_model: Models,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -217,14 +219,10 @@ def _inner_model(engine: Engine) -> Any:
     return engine.core.model_executor.driver_worker.worker.model_runner.get_model().model
 
 
-def test_deeper_layers_compute_less_and_memory_halves(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_deeper_layers_compute_less_and_memory_halves(tiny: Start) -> None:
     """32 layers: rows that reach each MLP, and the blocks that are held once a prompt has ended."""
     settings = {**ENGINE, "max_num_batched_tokens": 2304, "max_model_len": 4096}
-    engine = engines.get(
-        tiny_model("llama-deep"), kv_budget="48%", kv_policy_args={"interval": 1}, **settings
-    )
+    engine = tiny("llama-deep", kv_budget="48%", kv_policy_args={"interval": 1}, **settings)
     rows = [0] * engine.num_layers
 
     def count(layer: int) -> Callable[[Any, Any, Any], None]:
@@ -258,7 +256,7 @@ def test_deeper_layers_compute_less_and_memory_halves(
     engine.check_whole()
 
 
-def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path: Path) -> None:
+def test_refused(tiny_model: Models, random_model: Path, tmp_path: Path) -> None:
     """Before anything starts, naming the model, flag or budget."""
     import json
 

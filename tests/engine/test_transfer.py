@@ -15,9 +15,9 @@ from vllm.distributed import nixl_utils
 
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
     random_prompts,
@@ -48,9 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(
-    engines: EnginePool, tiny_model: Callable[[str], Path], folder: Path
-) -> Callable[..., Engine]:
+def start(tiny: Start, folder: Path) -> Callable[..., Engine]:
     """`start(policy, **settings)`: an engine that sends to itself, unless told otherwise."""
 
     def get(policy: str = "pyramidkv", **own: Any) -> Engine:
@@ -62,7 +60,7 @@ def start(
             "enable_prefix_caching": False,
             "max_num_batched_tokens": 256,
         }
-        return engines.get(tiny_model("mistral"), **(settings | own))
+        return tiny("mistral", **(settings | own))
 
     return get
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ def exact(batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> tor
 
 
 @pytest.fixture
-def assert_close(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+def assert_close(each_isa) -> Callable[..., None]:
     """Check on every instruction set: at most twice PyTorch's error in the dtype of the cache."""
 
     def check(batch: Any, **options: Any) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ def scores_of(module: Any, batch: Any, window: int, **options: Any) -> torch.Ten
 
 
 @pytest.fixture
-def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+def assert_scores(each_isa) -> Callable[..., None]:
     """Check on every instruction set, with and without attention's log-sum-exp, against float64."""
 
     def check(batch: Any, **options: Any) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -144,9 +144,7 @@ print(after - before, sum(n.startswith(("libgomp", "libomp", "libiomp")) for n i
     assert result.stdout.split() == ["0", "1"]
 
 
-def test_reading_pages_reads_those_that_are_named(
-    each_isa: Callable[[], Iterator[str]],
-) -> None:
+def test_reading_pages_reads_those_that_are_named(each_isa) -> None:
     """Check the read that bounds decode: all of each page, and no page that was not named."""
     page_floats, count = 256, 200
     memory = torch.zeros(count, page_floats)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -63,14 +62,7 @@ def check(found: torch.Tensor, right: torch.Tensor, whole: torch.Tensor, isa: st
     ("dtype", "head_size"),
     [(torch.float32, 64), (torch.float32, 40), (torch.bfloat16, 128), (torch.float16, 64)],
 )
-def test_attention(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    dtype: torch.dtype,
-    head_size: int,
-    option: str,
-    bits: int,
-) -> None:
+def test_attention(make_batch, each_isa, dtype, head_size, option, bits) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
     batch = make_batch(LENS, QUERY_LENS, group=4, dtype=dtype, head_size=head_size)
     whole = {isa: attend(cpu, batch, softmax) for isa in each_isa()}
@@ -84,9 +76,7 @@ def test_attention(
             check(one, expected, without, isa)
 
 
-def test_a_part_in_which_every_key_is_nan(
-    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]
-) -> None:
+def test_a_part_in_which_every_key_is_nan(make_batch, each_isa) -> None:
     """Split a request's keys among threads: a part without any number has no maximum."""
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch([1300, 1300], [1, 1], group=8, dtype=dtype, head_size=64)
@@ -99,12 +89,7 @@ def test_a_part_in_which_every_key_is_nan(
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
-def test_a_part_that_a_row_does_not_see(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    soft_cap: float,
-    scale: float,
-) -> None:
+def test_a_part_that_a_row_does_not_see(make_batch, each_isa, soft_cap, scale) -> None:
     """Split 513 keys into parts of 512 and 1, which the first query does not see: no NaN."""
     softmax = Softmax(scale, soft_cap=soft_cap)
     for dtype in (torch.float32, torch.bfloat16):
@@ -115,7 +100,7 @@ def test_a_part_that_a_row_does_not_see(
             assert (found - right).abs().max() < 0.03, isa
 
 
-def test_infinity(make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]) -> None:
+def test_infinity(make_batch, each_isa) -> None:
     batch = make_batch(LENS, QUERY_LENS, group=4)
     blocks = batch.block_table[:, 1].long()
     batch.key_cache[blocks, 0, 3, 5] = torch.inf
@@ -136,13 +121,7 @@ def choose(module: Any, batch: Any, softmax: Softmax, renormalize: bool) -> torc
 @pytest.mark.parametrize("bits", [NAN, NEGATIVE_NAN])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_the_best_keys(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    option: str,
-    renormalize: bool,
-    bits: int,
-) -> None:
+def test_the_best_keys(make_batch, each_isa, option, renormalize, bits) -> None:
     """NaN is among the best keys, wherever it is, as in the reference."""
     softmax = Softmax(SCALE, **OPTIONS[option])
     batch = make_batch(LENS, QUERY_LENS, group=4)
@@ -158,14 +137,7 @@ def test_the_best_keys(
 @pytest.mark.parametrize("gqa_reduce", ["mean", "max", "sum"])
 @pytest.mark.parametrize("option", ["plain", "soft cap", "sinks"])
 @pytest.mark.parametrize("knows_lse", [False, True])
-def test_window_scores(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    option: str,
-    gqa_reduce: str,
-    pooling: str,
-    knows_lse: bool,
-) -> None:
+def test_window_scores(make_batch, each_isa, option, gqa_reduce, pooling, knows_lse) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
     reduction = Reduction(gqa_reduce, pooling=pooling, kernel_size=5)
     # Keys that all queries of the window see; and only the last one, among many.
@@ -188,9 +160,7 @@ def test_window_scores(
             check(score(cpu, batch), right, whole[isa], isa)
 
 
-def test_a_query_head_with_nan_is_not_lost_in_the_maximum(
-    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]
-) -> None:
+def test_a_query_head_with_nan_is_not_lost_in_the_maximum(make_batch, each_isa) -> None:
     """Spoil one query head of a KV head, each in turn: the largest of all heads is NaN."""
     for head in range(4):
         batch = make_batch([100], [20], group=4)
@@ -203,12 +173,7 @@ def test_a_query_head_with_nan_is_not_lost_in_the_maximum(
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("knows_lse", [False, True])
-def test_key_mass(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    option: str,
-    knows_lse: bool,
-) -> None:
+def test_key_mass(make_batch, each_isa, option, knows_lse) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
 
     def add(module: Any, batch: Any) -> torch.Tensor:
@@ -231,9 +196,7 @@ def test_key_mass(
 
 
 @pytest.mark.parametrize("option", ["plain", "soft cap", "sinks"])
-def test_recent_mass(
-    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]], option: str
-) -> None:
+def test_recent_mass(make_batch, each_isa, option) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
 
     def mass_of(module: Any, batch: Any) -> torch.Tensor:
@@ -258,7 +221,7 @@ def test_recent_mass(
 
 
 @pytest.mark.parametrize("module", [cpu, reference])
-def test_selection_takes_nan_first(module: Any) -> None:
+def test_selection_takes_nan_first(module) -> None:
     """Rank NaN of both signs before infinity, ties to the lower place; scores should have none."""
     scores = torch.arange(20.0).repeat(1, 1, 1)
     scores[0, 0, 3], scores[0, 0, 11], scores[0, 0, 7] = (
@@ -273,7 +236,7 @@ def test_selection_takes_nan_first(module: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", list(SUMMARY_ROWS))
-def test_summaries_of_pages(each_isa: Callable[[], Iterator[str]], kind: str) -> None:
+def test_summaries_of_pages(each_isa, kind) -> None:
     """Of a page whose sixth token has a NaN in one key, in one of its numbers."""
     keys = torch.randn(8, 2, 16, 64)
     keys[3, 0, 5, 7] = torch.nan
@@ -291,7 +254,7 @@ def test_summaries_of_pages(each_isa: Callable[[], Iterator[str]], kind: str) ->
 
 
 @pytest.mark.parametrize("combine", ["mean", "max"])
-def test_scores_of_pages(each_isa: Callable[[], Iterator[str]], combine: str) -> None:
+def test_scores_of_pages(each_isa, combine) -> None:
     """All pages of the KV head have NaN, since a softmax divides by the sum over them."""
     keys = torch.randn(8, 2, 16, 64)
     keys[3, 0, 5, 7] = torch.nan

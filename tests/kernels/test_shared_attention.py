@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def rows_alone(batch: AttentionBatch, groups: Sequence[SharedPrefix]) -> torch.T
 
 
 @pytest.fixture
-def check(each_isa: Callable[[], Iterator[str]]) -> Callable[..., list[SharedPrefix]]:
+def check(each_isa) -> Callable[..., list[SharedPrefix]]:
     """Check on every instruction set: sharing ran, and errs by at most twice PyTorch's error."""
 
     def run(
