@@ -13,11 +13,11 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.conftest import check_answers
 from tests.plumbing.hosts import Host, ServerOnHost, needs_two_hosts, two_hosts
 from tests.plumbing.one_device import (
     LENGTHS,
     Answers,
-    answers_of_one_device,
     complete,
     flags,
     kept,
@@ -58,16 +58,6 @@ def test_only_the_cable_joins_the_hosts(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
-
-
-@pytest.fixture(scope="module")
-def one_device(random_model: Path, folder: Path) -> Answers:
-    return answers_of_one_device(random_model, folder / "one")
-
-
-@pytest.fixture(scope="module")
 def replicas(
     random_model: Path, folder: Path, one_device: Answers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -96,9 +86,7 @@ def test_each_host_does_what_one_device_does(
     assert "VLLM::EngineCore_DP1" in replicas.other.processes().values()
     client = replicas.server.client()
     for replica in (0, 1):
-        for length in LENGTHS:
-            answer = complete(client, random_model, length, extra_headers=_of(replica))
-            assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+        check_answers(client, random_model, one_device, extra_headers=_of(replica))
     expected = kept(folder / "one")
     assert kept(folder / "two") == {length: heads * 2 for length, heads in expected.items()}
 
@@ -118,6 +106,4 @@ def test_the_other_replica_goes_on(
         list(stream)
     print(f"the client gave up after {time.monotonic() - start:.1f} s")
     assert replicas.server.process.poll() is None
-    for length in LENGTHS:
-        answer = complete(client, random_model, length, extra_headers=_of(0))
-        assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+    check_answers(client, random_model, one_device, extra_headers=_of(0))

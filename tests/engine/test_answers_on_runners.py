@@ -11,7 +11,7 @@ import pytest
 from tests.engine import models
 from tests.engine.support import EnginePool, random_prompts
 from tests.engine.support import greedy as greedy_params
-from tests.engine.test_runner_v2 import SETTINGS, SHAPE
+from tests.engine.test_runner_v2 import SETTINGS, SHAPE, variables
 from tests.plumbing.children import Child, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long]
@@ -52,10 +52,7 @@ def test_orders_are_those_of_the_first_runner_on_the_cpu(
         triton=triton,
         graphs=graphs,
         kernels=True,
-        TRITON_INTERPRET="1",
-        VLLM_USE_BREAKABLE_CUDAGRAPH="1" if graphs else "0",
-        VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        **variables(runner, graphs is not None),
     )
     try:
         engine = engines.get(model, **settings, **POLICY)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,10 @@ def stages(folder: Path, tiny_model: Any) -> Iterator[Child]:
     child.kill()
 
 
-def _traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
+ENDS = re.compile(r"(-stage\d)?(-rank\d)?$")
+
+
+def read_traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
     """What was kept at each eviction, by prompt length and computed tokens; all stages and ranks.
 
     `kept_<layer>` has the heads of all ranks, and `files` the names' ends.
@@ -124,7 +128,7 @@ def _traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
         length = lengths[request_id]
         place = length, int(arrays.get("computed", length))
         known = traces.setdefault(place, {"held": arrays["held"], "files": []})
-        known["files"].append(stem.partition("-stage")[2])
+        known["files"].append(stem[len(ENDS.sub("", stem)) :])
         assert (known["held"] == arrays["held"]).all()
         assert arrays["layers"].tolist() == list(range(LAYERS))
         for name in filter(lambda name: name.startswith("kept_"), arrays):
@@ -147,11 +151,13 @@ def test_two_stages(tiny: Start, stages: Child, folder: Path, name: str) -> None
         assert output["report"] == outcome.report
     assert result["prefix_caching"] == (name != "h2o")
 
-    one, two = _traces(folder / "one" / name), _traces(folder / "stages" / name)
+    one, two = read_traces(folder / "one" / name), read_traces(folder / "stages" / name)
     assert one.keys() == two.keys()
-    ends = ["0", "1"] if ENGINES[name][2].get("tensor_parallel_size") is None else None
+    ends = ["-stage0", "-stage1"] if ENGINES[name][2].get("tensor_parallel_size") is None else None
     for place, whole in one.items():
-        assert two[place]["files"] == (ends or ["0-rank0", "0-rank1", "1-rank0", "1-rank1"])
+        assert two[place]["files"] == (
+            ends or [f"-stage{stage}-rank{rank}" for stage in (0, 1) for rank in (0, 1)]
+        )
         for key in ("held", *(f"kept_{layer}" for layer in range(LAYERS))):
             assert (two[place][key] == whole[key]).all(), (place, key)
     assert sum((whole["held"] < n).any() for (n, _), whole in one.items()) >= 3

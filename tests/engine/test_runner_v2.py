@@ -184,6 +184,16 @@ REQUESTS: list[tuple[int, int, int, dict[str, Any]]] = [
 ]
 
 
+def variables(runner: str, graphs: bool = False) -> dict[str, str]:
+    """The environment of a child under Triton's interpreter and one of vLLM's two runners."""
+    return {
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH": "1" if graphs else "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "2" else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model of each policy."""
@@ -238,10 +248,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
         triton=triton,
         graphs=GRAPHS.get(name),
         kernels=name in KERNELS,
-        TRITON_INTERPRET="1",
-        VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name in GRAPHS else "0",
-        VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        **variables(runner, name in GRAPHS),
     )
 
 
@@ -386,10 +393,7 @@ def test_failures_under_the_second_runner(
             tmp_path / "child",
             (llm, [[[prompt, greedy(4)] for prompt in sent]]),
             triton="interpreter",
-            TRITON_INTERPRET="1",
-            VLLM_USE_BREAKABLE_CUDAGRAPH="0",
-            VLLM_USE_V2_MODEL_RUNNER="1",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            **variables("2"),
         )
         try:
             engine = engines.get(model["pyramidkv"], **settings, **policy)

@@ -24,7 +24,7 @@ from tests.engine.support import Engine, EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.engine.test_fp8 import Written, attention_layers
 from tests.engine.test_runner_v2 import BESIDE as OF_RUNNERS_BESIDE
-from tests.engine.test_runner_v2 import DRAFTS, EAGLE, HYBRID, SETTINGS, SHAPE
+from tests.engine.test_runner_v2 import DRAFTS, EAGLE, HYBRID, SETTINGS, SHAPE, variables
 from tests.engine.test_runner_v2 import POLICIES as OF_RUNNERS
 from tests.plumbing.children import Child, greedy
 
@@ -143,10 +143,7 @@ def children(
             triton="attention",
             kernels=True,
             graphs="FULL_DECODE_ONLY" if name == "graphs" else None,
-            TRITON_INTERPRET="1",
-            VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name == "graphs" else "0",
-            VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            **variables(runner, name == "graphs"),
         )
     yield running
     for child in running.values():

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.support import Job, Outcome, Start, random_prompts
 from tests.engine.support import greedy as greedy_params
+from tests.engine.test_pipeline_parallel import read_traces
 from tests.plumbing.children import Child, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -115,29 +116,6 @@ def two_ranks(folder: Path, tiny_model: Any) -> Iterator[Child]:
     child.kill()
 
 
-def _traces(folder: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
-    """The trace files by prompt length, computed tokens and rank (empty for a single one)."""
-    files = {}
-    for path in folder.glob("*.npz"):
-        if "~pages" in path.stem:  # what was read
-            continue
-        with np.load(path) as arrays:
-            files[path.stem] = dict(arrays)
-    lengths = {
-        str(arrays["request_id"]): int(arrays["prompt_len"])
-        for arrays in files.values()
-        if "prompt_len" in arrays
-    }
-    traces = {}
-    for stem, arrays in files.items():
-        name, dash, rank = stem.partition("-rank")
-        request_id, _, computed = name.partition("@")
-        assert str(arrays["request_id"]) == request_id
-        length = lengths[request_id]
-        traces[length, int(computed or length), dash + rank] = arrays
-    return traces
-
-
 def _on_one_rank(tiny: Start, **settings: Any) -> list[Outcome]:
     engine = tiny("llama-mha", **SETTINGS, **settings)
     jobs = [
@@ -163,27 +141,24 @@ def test_two_ranks(tiny: Start, two_ranks: Child, folder: Path, policy: str) -> 
         if policy == "select" and len(outcome.job.prompt) > 100:
             assert reports[0]["pages_read"] < 0.8 * reports[0]["pages_visible"]
 
-    one, two = _traces(folder / "one" / policy), _traces(folder / "two" / policy)
+    one, two = read_traces(folder / "one" / policy), read_traces(folder / "two" / policy)
     # The last token is sampled and not computed.
     points = [
         (n, at) for n in LENGTHS for at in range(n, n + TOKENS, INTERVALS.get(policy, TOKENS))
     ]
     if policy == "pyramidkv-chunked":  # 64 tokens are kept whole, and 8 of the window come after
         points += [(n, at) for n in LENGTHS for at in range(128, n - 7, 64)]
-    assert sorted(one) == sorted((*point, "") for point in points)
-    assert sorted(two) == sorted((*point, f"-rank{rank}") for point in points for rank in (0, 1))
+    assert sorted(one) == sorted(two) == sorted(points)
     for point in points:
-        whole, ranks = one[*point, ""], [two[*point, f"-rank{rank}"] for rank in (0, 1)]
-        for rank in ranks:
-            assert (rank["held"] == whole["held"]).all()
+        whole, ranks = one[point], two[point]
+        assert ranks["files"] == ["-rank0", "-rank1"] and whole["files"] == [""]
         for layer, held in enumerate(whole["held"]):
-            heads = [rank[f"kept_{layer}"] for rank in ranks]
-            assert [part.shape for part in heads] == [(KV_HEADS // 2, held)] * 2
-            assert (np.concatenate(heads) == whole[f"kept_{layer}"]).all(), (point, layer)
+            assert whole[f"kept_{layer}"].shape == (KV_HEADS, held)
+            assert (ranks[f"kept_{layer}"] == whole[f"kept_{layer}"]).all(), (point, layer)
     if policy in INTERVALS:
         for n in LENGTHS:
             last = max(at for length, at in points if length == n)
-            prompt, top = (one[n, at, ""]["held"][-1] for at in (n, last))
+            prompt, top = (one[n, at]["held"][-1] for at in (n, last))
             assert top < prompt + last - n, "nothing was evicted during generation"
 
 

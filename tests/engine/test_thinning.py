@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,9 +20,10 @@ from tests.engine.support import (
     Start,
     count_preemptions,
     greedy,
+    kept_at_evictions,
     random_prompts,
 )
-from tests.engine.thinned_paper import Settings, ThinnedModel
+from tests.engine.thinned_paper import Run, Settings, ThinnedModel
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.thinning.kernels import cpu
 
@@ -56,52 +56,50 @@ def _settings(args: dict[str, Any], fill_blocks: bool = True) -> Settings:
     return Settings(**chosen, linear=linear, unit=BLOCK if fill_blocks else 1)
 
 
+def _check_answer(outcome: Outcome, run: Run) -> None:
+    assert outcome.token_ids == run.tokens
+    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
+        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+
+
 def _check(
     model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path, num_layers: int
 ) -> int:
     """Lengths, kept positions, tokens and their log probabilities; positions decided by ties."""
-    with np.load(folder / f"{outcome.request_id}.npz") as file:
-        kept = [torch.from_numpy(file[f"kept_{layer}"]) for layer in range(num_layers)]
-        held = file["held"].tolist()
+    n = len(outcome.job.prompt)
+    ((point, kept),) = kept_at_evictions(folder, outcome).items()
+    assert point == n
     for heads in kept:
         assert (heads == heads[0]).all(), "one set for all heads"
-    n = len(outcome.job.prompt)
     right = [0] * num_layers
     for start in range(0, n, settings.piece_tokens):
         of_piece = settings.kept(min(settings.piece_tokens, n - start), num_layers)
         right = [a + b for a, b in zip(right, of_piece, strict=True)]
+    held = [heads.shape[1] for heads in kept]
     assert held == right == outcome.report["kept_tokens"]
     run = model.generate(
         outcome.job.prompt, len(outcome.token_ids), settings, [heads[0] for heads in kept]
     )
     assert [heads[0].tolist() for heads in kept] == run.kept
-    assert outcome.token_ids == run.tokens
-    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
-        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+    _check_answer(outcome, run)
     return run.ties
 
 
 def _check_generated(
-    model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path, num_layers: int
+    model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path
 ) -> dict[int, list[list[int]]]:
     """All evictions of a request, step by step, and what was generated over what they left."""
     n, found = len(outcome.job.prompt), {}
-    for path in folder.glob(f"{outcome.request_id}*.npz"):
-        with np.load(path) as file:
-            layers = [file[f"kept_{layer}"] for layer in range(num_layers)]
-            assert [rows.shape[1] for rows in layers] == file["held"].tolist()
-            assert all((rows == rows[0]).all() for rows in layers), "one set for all heads"
-            point = int(file["computed" if "computed" in file else "prompt_len"])
-            found[point] = [rows[0].tolist() for rows in layers]
+    for point, layers in kept_at_evictions(folder, outcome).items():
+        assert all((rows == rows[0]).all() for rows in layers), "one set for all heads"
+        found[point] = [rows[0].tolist() for rows in layers]
     prompt = [torch.tensor(positions) for positions in found.pop(n)]
     run = model.generate(outcome.job.prompt, len(outcome.token_ids), settings, prompt)
     # The last token is sampled and not computed.
     run.thinned.pop(n + len(outcome.token_ids), None)
     assert run.kept == [positions.tolist() for positions in prompt]
-    assert dict(sorted(found.items())) == run.thinned, f"closest scores {run.closest}"
-    assert outcome.token_ids == run.tokens
-    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
-        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+    assert found == run.thinned, f"closest scores {run.closest}"
+    _check_answer(outcome, run)
     return run.thinned
 
 
@@ -149,7 +147,7 @@ def test_what_is_generated_is_thinned(
             assert outcome.report["evicted_tokens"] == 0
             assert outcome.token_ids == model.generate(outcome.job.prompt, 170, None).tokens
             continue
-        thinned = _check_generated(model, settings, outcome, tmp_path, engine.num_layers)
+        thinned = _check_generated(model, settings, outcome, tmp_path)
         assert list(thinned) == list(range(n + 16, n + 170, 16))
         last = [len(positions) for positions in thinned[n + 160]]
         assert outcome.report["computed_tokens"] == n + 160

@@ -92,6 +92,17 @@ def with_ticket(ticket: dict[str, Any], answer: int = ANSWER, **own: Any) -> Any
     return greedy(answer, kv_transfer_params=ticket, **own)
 
 
+def asking(
+    prompts: Sequence[list[int]],
+    tickets: Sequence[dict[str, Any]],
+    answer: int = ANSWER,
+    **own: Any,
+) -> list[Job]:
+    """Requests with the tickets of their prompts."""
+    pairs = zip(prompts, tickets, strict=True)
+    return [Job(prompt, with_ticket(ticket, answer, **own)) for prompt, ticket in pairs]
+
+
 def without_ticket(report: dict[str, Any]) -> dict[str, Any]:
     return {key: report[key] for key in report.keys() - {"handed"}}
 
@@ -126,10 +137,9 @@ def test_two_engines_answer_as_one(
     beside = [Job(prompt, greedy(ANSWER)) for prompt in random_prompts([200, 60], seed=4)]
     expected = engine.run([*(Job(prompt, greedy(ANSWER)) for prompt in prompts), *beside])
     engine.scheduler.reset_prefix_cache()
-    jobs = [
-        Job(prompt, with_ticket(ticket), arrival=index // 2)
-        for index, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True))
-    ]
+    jobs = asking(prompts, tickets)
+    for index, job in enumerate(jobs):
+        job.arrival = index // 2
     found = engine.run([*jobs, *beside])
     check_equal(found, expected)
     assert [one.report["handed"]["tokens"] for one in found[: len(jobs)]] == list(LENGTHS)
@@ -191,9 +201,7 @@ def test_over_tcp(start: Callable[..., Engine], asynchronous: bool, nixl: bool) 
     expected = engine.generate(prompts, greedy(ANSWER))
     tickets = send(engine, prompts)
     assert {ticket["pyramid_peer"] for ticket in tickets} == {address}
-    found = engine.run(
-        [Job(one, with_ticket(ticket)) for one, ticket in zip(prompts, tickets, strict=True)]
-    )
+    found = engine.run(asking(prompts, tickets))
     check_equal(found, expected)
     assert all(one.report["handed"]["tokens"] for one in found)
     engine.check_nothing_left()
@@ -300,11 +308,7 @@ def test_a_damaged_state_costs_a_prefill(
     tickets = send(engine, prompts[:2])
     state = tickets[0]["pyramid_state"]
     damage(folder / f"{state}.head", folder / f"{state}.0")
-    jobs = [
-        Job(prompts[0], with_ticket(tickets[0])),
-        Job(prompts[1], with_ticket(tickets[1])),
-        Job(prompts[2], greedy(ANSWER)),
-    ]
+    jobs = [*asking(prompts[:2], tickets), Job(prompts[2], greedy(ANSWER))]
     before = dict(engine.scheduler.pyramid.reports.policy_stats().get("handed", {}))
     found = engine.run(jobs)
     check_equal(found, expected)
@@ -340,31 +344,15 @@ def test_a_state_of_something_else_is_not_believed(start: Callable[..., Engine])
     engine.check_nothing_left()
 
 
-def test_a_whole_prompt_is_handed_over_too(start: Callable[..., Engine]) -> None:
-    engine = start("pyramidkv")
-    (prompt,) = random_prompts([200], seed=9)
-    expected = engine.generate([prompt], greedy(ANSWER, kv_policy="full"))
-    first = greedy(1, kv_policy="full", kv_transfer_params=SEND)
-    (ticket,) = send(engine, [prompt], first)
-    (found,) = engine.run([Job(prompt, with_ticket(ticket, kv_policy="full"))])
-    check_equal([found], expected)
-    assert found.report["handed"] == {"tokens": 200}
-    engine.check_nothing_left()
-
-
-def test_spans_that_stay_in_place(start: Callable[..., Engine]) -> None:
-    """Their blocks are at the end of the head in the first engine, and in a tail in the other."""
+@pytest.mark.parametrize("own", [{"kv_policy": "full"}, {"kv_keep": [0, 90]}], ids=str)
+def test_settings_of_requests(start: Callable[..., Engine], own: dict[str, Any]) -> None:
+    """A whole prompt; spans, whose blocks the first engine has in a head, the other in a tail."""
     engine = start("pyramidkv", enable_prefix_caching=True)
     front, *ends = random_prompts([96, 200, 140], seed=15)
-    prompts, own = [[*front, *end] for end in ends], {"kv_keep": [0, 90]}
+    prompts = [[*front, *end] for end in ends]
     expected = engine.generate(prompts, greedy(ANSWER, **own))
     tickets = send(engine, prompts, greedy(1, kv_transfer_params=SEND, **own))
-    found = engine.run(
-        [
-            Job(prompt, with_ticket(ticket, **own), arrival=index)
-            for index, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True))
-        ]
-    )
+    found = engine.run(asking(prompts, tickets, **own))
     check_equal(found, expected)
     assert [one.report["handed"]["tokens"] for one in found] == [296, 236]
     engine.scheduler.reset_prefix_cache()
@@ -447,9 +435,7 @@ def test_an_engine_that_evicts_under_pressure_receives_states(
     whole = engine.generate(own, greedy(1))
     (lost,) = random_prompts([350], seed=23)
     jobs = [Job(prompt, greedy(60)) for prompt in own]
-    jobs += [
-        Job(one, with_ticket(ticket, 60)) for one, ticket in zip(prompts, tickets, strict=True)
-    ]
+    jobs += asking(prompts, tickets, 60)
     jobs.append(Job(lost, with_ticket(tickets[0], 60)))  # another prompt's: computed here
     found = engine.run(jobs)
     handed = found[len(own) : -1]
@@ -473,11 +459,8 @@ def test_preempted_behind_a_state(start: Callable[..., Engine]) -> None:
         own = {"num_gpu_blocks_override": blocks, "max_model_len": 640}
         engine = start("pyramidkv", kv_admission="prompt", **own)
         tickets = send(engine, prompts)
-        jobs = [
-            Job(one, with_ticket(ticket, 200)) for one, ticket in zip(prompts, tickets, strict=True)
-        ]
         with count_preemptions(engine) as preemptions:
-            found.append(engine.run(jobs))
+            found.append(engine.run(asking(prompts, tickets, 200)))
         assert (preemptions["all"] > 0) == (blocks == 165)
         engine.check_nothing_left()
     check_equal(found[1], found[0])

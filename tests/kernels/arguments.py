@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +13,10 @@ import torch
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
+
+# The kernels in `triton_matrix` run on CPU tensors under Triton's interpreter, or on a device.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WHERE = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
 
 
 def take(record: type, options: dict[str, Any]) -> dict[str, Any]:

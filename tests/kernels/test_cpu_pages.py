@@ -38,10 +38,12 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def made(dtype: torch.dtype = torch.float32, **options: Any) -> Pages:
-    """Make the pages of `LENS`; a cache of 8-bit floats gets a query of bfloat16."""
+def made(
+    dtype: torch.dtype = torch.float32, of: Any = (LENS, QUERY_LENS, SKIPS), **options: Any
+) -> Pages:
+    """Make pages; a cache of 8-bit floats gets a query of bfloat16."""
     kind = torch.bfloat16 if dtype in FP8_DTYPES else dtype
-    pages = build_pages(LENS, QUERY_LENS, skips=SKIPS, dtype=kind, **options)
+    pages = build_pages(*of[:2], skips=of[2], dtype=kind, **options)
     if dtype in FP8_DTYPES:
         batch = pages.batch
         batch.key_cache, batch.value_cache = (
@@ -213,14 +215,8 @@ def test_every_path_reads_the_pages_of_its_head(
     each_isa, dtype: torch.dtype, group: int, head_size: int
 ) -> None:
     """Move each KV head to blocks of its own: prompts, drafts and decode steps keep their bits."""
-    lens, counts, skips = [1, 37, 300, 700, 20, 1500], [1, 5, 90, 1, 0, 3], [0, 0, 41, 0, 0, 700]
-    kind = torch.bfloat16 if dtype in FP8_DTYPES else dtype
-    options = {"group": group, "head_size": head_size, "dtype": kind}
-    batch = build_pages(lens, counts, skips=skips, **options).batch
-    if dtype in FP8_DTYPES:
-        batch.key_cache, batch.value_cache = (
-            cache.float().to(dtype) for cache in (batch.key_cache, batch.value_cache)
-        )
+    of = [1, 37, 300, 700, 20, 1500], [1, 5, 90, 1, 0, 3], [0, 0, 41, 0, 0, 700]
+    batch = made(dtype, of, group=group, head_size=head_size).batch
     attention = batch.attention()
     blocks, heads = batch.key_cache.shape[:2]
     apart = []
@@ -256,14 +252,9 @@ def test_only_the_chosen_pages_are_read(
     each_isa, dtype: torch.dtype, group: int, head_size: int
 ) -> None:
     """Overwrite all others with NaN, for each KV head: the same bits, close to the reference."""
-    kind = torch.bfloat16 if dtype in FP8_DTYPES else dtype
-    lens, skips = [300, 700, 90, 1500], [37, 0, 0, 640]
-    pages = build_pages(lens, [1] * 4, skips=skips, group=group, head_size=head_size, dtype=kind)
+    of = [300, 700, 90, 1500], [1] * 4, [37, 0, 0, 640]
+    pages = made(dtype, of, group=group, head_size=head_size)
     batch = pages.batch
-    if dtype in FP8_DTYPES:
-        batch.key_cache, batch.value_cache = (
-            cache.float().to(dtype) for cache in (batch.key_cache, batch.value_cache)
-        )
     found = chosen(page_reference, pages, 6)
     assert found.counts.tolist() == [6] * 4
     softmax = Softmax(head_size**-0.5)

@@ -140,12 +140,7 @@ def test_company_and_threads_change_nothing(make_batch, two_threads) -> None:
     torch.set_num_threads(1)
     assert torch.equal(run(cpu, batch, [64, 5, 33])[0], together)
     for r, rows in enumerate((slice(0, 1), slice(1, 2), slice(2, 5))):
-        alone = make_batch([900, 640, 500], [1, 1, 3])
-        alone.query = batch.query[rows]
-        alone.block_table, alone.seq_lens = batch.block_table[r : r + 1], batch.seq_lens[r : r + 1]
-        alone.query_start_loc = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
-        alone.skips = batch.skips[:1]
-        assert torch.equal(run(cpu, alone, [[64, 5, 33][r]])[0], together[rows])
+        assert torch.equal(run(cpu, batch.one(r), [[64, 5, 33][r]])[0], together[rows])
 
 
 def test_many_requests_on_two_threads(make_batch, two_threads) -> None:

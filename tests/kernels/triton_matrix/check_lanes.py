@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels import table_twins
+from tests.kernels.arguments import WHERE
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 
-pytestmark = pytest.mark.cpu if os.environ.get("TRITON_INTERPRET") == "1" else pytest.mark.gpu
+pytestmark = WHERE
 
 N, LAYERS = 24, 3
 

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from tests.kernels.arguments import INTERPRETED, WHERE
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.triton import functions as triton_ops
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 
 def random_kept(lens, keeps, num_kv_heads, width, seed=0):

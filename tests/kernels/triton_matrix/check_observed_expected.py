@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks
+from tests.kernels.arguments import WHERE, head_sinks
 from tests.kernels.every_kernel import reference, triton_ops
 from tests.methods.views import cos_sin
 from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
@@ -19,8 +18,7 @@ from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.step.rotary import Rotary
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 
 @dataclass(frozen=True)
