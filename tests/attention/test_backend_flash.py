@@ -156,10 +156,7 @@ def test_lanes(impl: PyramidFlashImpl) -> None:
             held = table[row * HEADS + head]
             keys, values = (
                 (part[held.long(), 0].flatten(0, 1)[:length].float() * scale)
-                for part, scale in (
-                    (view[..., :SIZE], KEY_SCALE),
-                    (view[..., SIZE:], VALUE_SCALE),
-                )
+                for part, scale in ((view[..., :SIZE], KEY_SCALE), (view[..., SIZE:], VALUE_SCALE))
             )
             for place, token in enumerate(own):
                 seen = length - len(own) + place + 1

@@ -74,8 +74,7 @@ def test_mistakes(vllm_error: Refused, flags: list[str], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [(BAD_PRESET, "unknown key 'alocator'"), ("name: [mine\n", "line 2")],
+    ("text", "reason"), [(BAD_PRESET, "unknown key 'alocator'"), ("name: [mine\n", "line 2")]
 )
 def test_mistakes_in_a_preset(vllm_error: Refused, tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "mine.yaml"

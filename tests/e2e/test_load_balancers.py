@@ -19,13 +19,7 @@ import pytest
 
 from tests.e2e.conftest import check_answers
 from tests.plumbing.kv_events import Subscriber, blocks
-from tests.plumbing.one_device import (
-    LENGTHS,
-    PROMPTS,
-    Answers,
-    client_of,
-    flags,
-)
+from tests.plumbing.one_device import LENGTHS, PROMPTS, Answers, client_of, flags
 from tests.plumbing.server import Server, free_port, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -46,10 +40,7 @@ def subscribers() -> Iterator[list[Subscriber]]:
 
 @pytest.fixture(scope="module")
 def servers(
-    random_model: Path,
-    one_device: Answers,
-    subscribers: list[Subscriber],
-    folder: Path,
+    random_model: Path, one_device: Answers, subscribers: list[Subscriber], folder: Path
 ) -> Iterator[list[Server]]:
     config = json.dumps(asdict(subscribers[0].config))
     meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))

@@ -14,14 +14,7 @@ import pytest
 
 from tests.e2e.conftest import check_answers
 from tests.plumbing.hosts import Cable, Host, ServerOnHost, needs_two_hosts, two_hosts
-from tests.plumbing.one_device import (
-    LENGTHS,
-    Answers,
-    answers_of_one_device,
-    complete,
-    flags,
-    kept,
-)
+from tests.plumbing.one_device import LENGTHS, Answers, answers_of_one_device, complete, flags, kept
 
 pytestmark = needs_two_hosts()
 

@@ -15,13 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import check_answers
-from tests.plumbing.one_device import (
-    LENGTHS,
-    Answers,
-    check_death,
-    flags,
-    kept,
-)
+from tests.plumbing.one_device import LENGTHS, Answers, check_death, flags, kept
 from tests.plumbing.ray_head import RayHead, ray_head
 from tests.plumbing.server import Server, serving
 

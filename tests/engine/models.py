@@ -45,12 +45,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral-sliding": (
         "Mistral",
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "sliding_window": 64,
-        },
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 64},
     ),
     # A mixture of experts: the router's weight is as small as weights get.
     "mixtral": (

@@ -49,9 +49,7 @@ def test_others_get_the_tokens_that_they_get_alone(
     own_module: Path, demo: Start, asynchronous: bool
 ) -> None:
     engine = demo(
-        kv_policy=str(own_module / "cursed.yaml"),
-        async_scheduling=asynchronous,
-        **LIMITS,
+        kv_policy=str(own_module / "cursed.yaml"), async_scheduling=asynchronous, **LIMITS
     )
     right = engine.generate(_prompts(HONEST), greedy(8))
     others = [RAISES, ALLOCATOR, ADDED, HONEST[2], EVICTED, SHAPE]

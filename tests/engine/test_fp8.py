@@ -132,11 +132,7 @@ def test_kept_tokens_and_decoding(
         enable_prefix_caching=False,  # every run writes all that it attends to
     )
     model = QuantisedModel(random_model, give_scales(engine), FP8[dtype])
-    check(
-        *(engine, tmp_path, model, policy, 2048),
-        fill_blocks=False,
-        before_run=model.forget,
-    )
+    check(*(engine, tmp_path, model, policy, 2048), fill_blocks=False, before_run=model.forget)
 
 
 @pytest.mark.parametrize("name", ["snapkv-expected", "keyformer"])

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.support import (
-    Engine,
-    Outcome,
-    Start,
-    greedy,
-    is_cpu_build,
-    random_prompts,
-)
+from tests.engine.support import Engine, Outcome, Start, greedy, is_cpu_build, random_prompts
 
 pytestmark = pytest.mark.engine
 

@@ -11,15 +11,7 @@ import torch
 
 from tests.engine.oracles import check_log_probabilities
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import (
-    EnginePool,
-    Job,
-    Models,
-    Outcome,
-    Start,
-    greedy,
-    random_prompts,
-)
+from tests.engine.support import EnginePool, Job, Models, Outcome, Start, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 

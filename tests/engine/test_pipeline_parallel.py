@@ -95,10 +95,7 @@ def stages(folder: Path, tiny_model: Any) -> Iterator[Child]:
     child = Child(
         folder / "child",
         *(
-            (
-                {**common, **engine, "additional_config": _settings(name, folder / "stages")},
-                waves,
-            )
+            ({**common, **engine, "additional_config": _settings(name, folder / "stages")}, waves)
             for name, (_, _, engine) in ENGINES.items()
         ),
         ({**common, **TWO, "additional_config": HEADS}, [*waves, [], first]),

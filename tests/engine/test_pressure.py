@@ -99,10 +99,7 @@ def test_answers_are_exact_while_there_is_room(tiny: Start, policy: str) -> None
     ],
 )
 def test_an_order_at_the_prompts_end_is_an_eviction_there(
-    tiny: Start,
-    policy: str,
-    further: dict[str, Any],
-    own: dict[str, Any],
+    tiny: Start, policy: str, further: dict[str, Any], own: dict[str, Any]
 ) -> None:
     """Ordered to the floor at once, requests keep and say what the policy's own schedule does."""
     settings = {**SETTINGS, "kv_policy": policy, **further}

@@ -107,11 +107,7 @@ def test_answers_are_exact_while_there_is_room(tiny: Start, further: dict[str, A
     ],
 )
 def test_an_order_at_a_point_is_an_eviction_of_a_prompt_of_that_length(
-    tiny: Start,
-    tmp_path: Path,
-    policy: str,
-    further: dict[str, Any],
-    own: dict[str, Any],
+    tiny: Start, tmp_path: Path, policy: str, further: dict[str, Any], own: dict[str, Any]
 ) -> None:
     """`always` evicts a prompt that is the first one and what was generated up to the point."""
     after = 14

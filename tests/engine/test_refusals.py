@@ -51,8 +51,7 @@ def test_what_works_is_not_refused(random_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "reason"),
-    [("h2o", "adds up"), ("pyramidinfer", "between the layers")],
+    ("policy", "reason"), [("h2o", "adds up"), ("pyramidinfer", "between the layers")]
 )
 def test_policies_without_prefix_caching_say_why(
     random_model: Path, policy: str, reason: str, caplog: pytest.LogCaptureFixture
@@ -107,10 +106,7 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
             {"distributed_executor_backend": "external_launcher"},
             "--distributed-executor-backend external_launcher",
         ),
-        (
-            {"data_parallel_size": 2, "data_parallel_backend": "ray"},
-            "--data-parallel-backend ray",
-        ),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "--data-parallel-backend ray"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
         ({"enable_fault_tolerance": True}, "--enable-fault-tolerance"),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),

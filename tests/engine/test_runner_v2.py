@@ -99,11 +99,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "heads": {
         "kv_policy": "duoattention",
         "kv_min_tokens": None,
-        "kv_policy_args": {
-            "mask": [[0.9, 0.1], [0.2, 0.8]],
-            "heads.sinks": 4,
-            "heads.recent": 12,
-        },
+        "kv_policy_args": {"mask": [[0.9, 0.1], [0.2, 0.8]], "heads.sinks": 4, "heads.recent": 12},
     },
     # No head keeps everything, and what an eviction overwrites is copied.
     "streams": {
@@ -112,11 +108,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_policy_args": {"share": 0.0, "heads.sinks": 4, "heads.recent": 12},
     },
     # Pieces of 48 tokens, of which the upper layers hold 48, 32 and 16.
-    "thinned": {
-        "kv_policy": "pyramidinfer",
-        "kv_min_tokens": 0,
-        "kv_policy_args": THINS,
-    },
+    "thinned": {"kv_policy": "pyramidinfer", "kv_min_tokens": 0, "kv_policy_args": THINS},
 }
 # What engines have beside their policy. Drafts change nothing: they are compared with one that has
 # none.

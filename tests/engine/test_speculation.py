@@ -33,11 +33,7 @@ SPECULATION = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256}
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"kv_policy": "full"},
     "snapkv": {"kv_policy": "snapkv", "kv_budget": 64},

@@ -33,9 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "xkv": {"kv_budget": 64},
     "kcache": {"kv_policy_args": {"top_n": 16}},
     "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 16}},
-    "select": {
-        "kv_policy_args": {"attend": {"budget": 96, "dense_layers": 1, "recent": 16}},
-    },
+    "select": {"kv_policy_args": {"attend": {"budget": 96, "dense_layers": 1, "recent": 16}}},
     "pyramidkv-chunked": {
         "kv_budget": 64,
         "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 80, "chunk.scorer": None},
@@ -64,7 +62,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "duoattention": (
         {"kv_policy_args": {"mask": MASK, "share": 5 / 16, **STREAMING}},
         {"kv_policy_args": {"mask": ON_BOTH, "share": 0.5, **STREAMING}, "kv_min_tokens": None},
-    ),
+    )
 }
 # Tokens between two evictions, of policies that evict during generation.
 INTERVALS = {"h2o": 16, "pyramidinfer": 8}
@@ -103,10 +101,7 @@ def two_ranks(folder: Path, tiny_model: Any) -> Iterator[Child]:
             for policy in POLICIES
         ),
         *(
-            (
-                {**common, "block_size": 32, "additional_config": {"kv_policy": policy, **two}},
-                waves,
-            )
+            ({**common, "block_size": 32, "additional_config": {"kv_policy": policy, **two}}, waves)
             for policy, (two, _) in HEADS.items()
         ),
         VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -195,10 +195,7 @@ def test_models(
     monkeypatch.setattr(cpu, "recent_mass", watched)
     path = tiny_model(name)
     engine = engines.get(
-        path,
-        kv_policy_args={**args, "fill_blocks": fill_blocks},
-        kv_trace=str(tmp_path),
-        **ENGINE,
+        path, kv_policy_args={**args, "fill_blocks": fill_blocks}, kv_trace=str(tmp_path), **ENGINE
     )
     engine.shuffle_blocks()
     model = ThinnedModel(str(path))

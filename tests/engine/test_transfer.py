@@ -36,9 +36,7 @@ def connector(folder: Path, role: str = "kv_both", **own: Any) -> KVTransferConf
     """The connector over a folder; TCP where `own` has an address."""
     where = {} if {"listen", "peers"} & own.keys() else {"folder": str(folder)}
     return KVTransferConfig(
-        kv_connector="PyramidConnector",
-        kv_role=role,
-        kv_connector_extra_config={**where, **own},
+        kv_connector="PyramidConnector", kv_role=role, kv_connector_extra_config={**where, **own}
     )
 
 
@@ -399,9 +397,7 @@ def test_an_answer_that_ends_by_itself_needs_no_other_engine(
     (prompt,) = random_prompts([200], seed=10)
     (plain,) = engine.generate([prompt], greedy(1))
     params = _params(
-        max_tokens=1,
-        stop_token_ids=plain.token_ids,
-        extra_args={"kv_transfer_params": SEND},
+        max_tokens=1, stop_token_ids=plain.token_ids, extra_args={"kv_transfer_params": SEND}
     )
     (ended,) = engine.generate([prompt], params)
     assert "pyramid_state" not in ended.report and not list(folder.iterdir())

@@ -13,12 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.arguments import (
-    check_no_requests,
-    head_sinks,
-    take_reduction,
-    take_softmax,
-)
+from tests.kernels.arguments import check_no_requests, head_sinks, take_reduction, take_softmax
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax
 

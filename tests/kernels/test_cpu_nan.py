@@ -204,9 +204,7 @@ def test_recent_mass(make_batch, each_isa, option) -> None:
         contexts = torch.tensor([200, 600, 80], dtype=torch.int32)
         ends, lens, skips = batch.query_start_loc[1:], batch.seq_lens, batch.skips
         records = RecentBatch(
-            *(batch.query, batch.key_cache, batch.block_table, ends, lens, skips),
-            recents,
-            contexts,
+            *(batch.query, batch.key_cache, batch.block_table, ends, lens, skips), recents, contexts
         )
         found: torch.Tensor = module.recent_mass(records, softmax, distance_weight=2.0)
         return found
