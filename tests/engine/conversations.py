@@ -41,11 +41,6 @@ class Rows:
             self.seen[row] = content
 
 
-def cached_tokens(outcomes: Sequence[Outcome]) -> list[int]:
-    """Of each request, tokens of its prompt that were in the cache."""
-    return [outcome.output.num_cached_tokens for outcome in outcomes]
-
-
 def traces(folder: Path, outcomes: Sequence[Outcome]) -> list[list[bytes]]:
     """What every request kept, in the order of the requests."""
     found = []

@@ -180,6 +180,14 @@ class Engine:
         )
         assert not left, f"the worker keeps {left}"
 
+    def attention_layers(self, *, evicting: bool = False) -> list[Any]:
+        """Layers with attention; `evicting`: those that have a context of ours alone."""
+        layers = self.core.vllm_config.compilation_config.static_forward_context.values()
+        found = [layer for layer in layers if hasattr(layer, "impl")]
+        if evicting:
+            found = [layer for layer in found if getattr(layer.impl, "context", None) is not None]
+        return found
+
     @property
     def kv_heads(self) -> int:
         """KV heads of a layer."""
@@ -209,11 +217,9 @@ def count_preemptions(engine: Engine) -> Iterator[dict[str, int]]:
         count["evicted"] += engine.coordinator.plans.has_evicted(request.request_id)
         return original(request, *args, **kwargs)
 
-    scheduler._preempt_request = preempt
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_preempt_request", preempt)
         yield count
-    finally:
-        scheduler._preempt_request = original
 
 
 def is_compiled(engine: Engine) -> bool:

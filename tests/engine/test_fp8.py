@@ -63,7 +63,7 @@ class QuantisedModel(EvictedModel):
         super().__init__(str(path))
         self.fp8 = fp8
         self.written = []
-        for layer in attention_layers(engine):
+        for layer in engine.attention_layers():
             layer.impl.ops = Written(getattr(layer.impl.ops, "_ops", layer.impl.ops))
             self.written.append(layer.impl.ops)
 
@@ -95,17 +95,11 @@ def scales_of_layer(layer: int) -> tuple[float, float]:
     return 0.011 + 0.001 * layer, 0.007 + 0.002 * layer
 
 
-def attention_layers(engine: Engine) -> list[Any]:
-    worker = engine.core.model_executor.driver_worker.worker
-    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context
-    return [layer for layer in layers.values() if hasattr(layer, "impl")]
-
-
 def give_scales(
     engine: Engine, scales: Callable[[int], tuple[float, float]] = scales_of_layer
 ) -> Engine:
     """Where vLLM puts a checkpoint's scales. It reads none for models in float32."""
-    for index, layer in enumerate(attention_layers(engine)):
+    for index, layer in enumerate(engine.attention_layers()):
         layer._k_scale_float, layer._v_scale_float = scales(index)
     return engine
 
@@ -197,7 +191,7 @@ def run_alike(
     for dtype in ("auto", "fp8"):
         engine = engines.get(model, **settings(dtype, **options))
         if dtype == "auto":
-            for index, layer in enumerate(attention_layers(engine)):
+            for index, layer in enumerate(engine.attention_layers()):
                 layer.impl.ops = Rounded(layer.impl.ops, index)
         else:
             give_scales(engine, powers_of_two)
@@ -288,9 +282,9 @@ def test_scales_of_a_checkpoint(engines: EnginePool, tiny_model: Models, tmp_pat
                 weights[at] = torch.tensor([scale * factor])
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         engine = engines.get(folder, kv_policy="snapkv", kv_budget=64, dtype="bfloat16")
-        found = [scale for layer in attention_layers(engine) for scale in scales_of(layer)]
+        found = [scale for layer in engine.attention_layers() for scale in scales_of(layer)]
         assert found == pytest.approx([x * factor for i in range(4) for x in scales_of_layer(i)])
-        assert {layer.kv_cache_dtype for layer in attention_layers(engine)} == {"fp8"}
+        assert {layer.kv_cache_dtype for layer in engine.attention_layers()} == {"fp8"}
         outcomes = engine.generate(random_prompts([130, 57, 300]), greedy(16))
         tokens.append([outcome.token_ids for outcome in outcomes])
     assert tokens[0] != tokens[1], "scales that are 64 times too large change nothing"

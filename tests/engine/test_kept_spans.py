@@ -49,42 +49,38 @@ def _check(engine: Engine, folder: Path, outcome: Outcome, fixed: int) -> None:
                 assert head[:SPAN] == [*range(SPAN)] and len(head) == kept[layer]
 
 
-def test_in_each_turn_of_a_conversation(
-    tiny: Start, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_in_each_turn_of_a_conversation(tiny: Start, tmp_path: Path) -> None:
     """A turn that resumes says what one says that computes all turns again."""
-    folder = tmp_path_factory.mktemp("turns")
     said = random_prompts([300, 150, 20, 90], seed=8)
     args = {"window": 8, "sinks": 2}
     own = {"kv_policy": "pyramidkv", "kv_budget": 48, "kv_policy_args": args, **SETTINGS}
     found = []
     for caching in (False, True):
-        engine = tiny("mistral", **own, enable_prefix_caching=caching, kv_trace=str(folder))
+        engine = tiny("mistral", **own, enable_prefix_caching=caching, kv_trace=str(tmp_path))
         turns = talk(engine, said, kv_keep=[0, SPAN])
         resumed = [turn.report["resumed_tokens"] > 0 for turn in turns]
         assert resumed == [False, *[caching] * 3]
         for turn in turns:
-            _check(engine, folder, turn, args["sinks"])
+            _check(engine, tmp_path, turn, args["sinks"])
         found.append(turns)
         engine.check_whole()
     assert_same_tokens(found[1], found[0])
 
 
-def test_inside_the_prompt(tiny: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_inside_the_prompt(tiny: Start, tmp_path: Path) -> None:
     """The span is longer than what a point keeps, and ends behind the first of them."""
-    folder = tmp_path_factory.mktemp("inside")
     engine = tiny(
         "mistral",
         kv_policy="snapkv",
         kv_budget=48,
         kv_policy_args={"chunk": {"tokens": 128, "keep": 96, "window": 8}, "window": 8},
-        kv_trace=str(folder),
+        kv_trace=str(tmp_path),
         **SETTINGS,
     )
     jobs = [Job(prompt, greedy(8, kv_keep=[0, SPAN])) for prompt in random_prompts([700, 420])]
     for outcome in engine.run(jobs):
         assert outcome.report["inner_evictions"] > 0
-        _check(engine, folder, outcome, 0)
+        _check(engine, tmp_path, outcome, 0)
     engine.check_whole()
 
 

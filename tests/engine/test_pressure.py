@@ -58,13 +58,11 @@ def _short_of(engine: Engine, missing: Callable[[int], int]) -> Iterator[None]:
     def grown(running: Any) -> Any:
         return growth(running) + engine.pool.get_num_free_blocks() + missing(next(steps))
 
-    before = pressure._spare, pressure._of_step
-    pressure._growth, pressure._spare, pressure._of_step, pressure._calm = grown, 0, 1 << 60, 0
-    try:
+    pressure._calm = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_growth", grown), ("_spare", 0), ("_of_step", 1 << 60)):
+            patch.setattr(pressure, name, value)
         yield
-    finally:
-        del pressure._growth
-        pressure._spare, pressure._of_step = before
 
 
 @pytest.mark.parametrize("policy", ["auto", "pyramidkv"])
@@ -136,11 +134,9 @@ def _survivors(engine: Engine) -> Iterator[dict[tuple[int, int], list[torch.Tens
             found[age, layer] = [cache[table, :, places % size].clone() for cache in caches]
         return left
 
-    late._compact = compacted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late, "_compact", compacted)
         yield found
-    finally:
-        del late._compact
 
 
 def test_several_orders_keep_what_one_does(tiny: Start) -> None:
@@ -195,10 +191,9 @@ def test_a_burst_is_served_without_preemptions(
         counts.append((len(running), pressure.totals()["requests_by_level"]))
         return orders(running, *step)
 
-    pressure.orders = counted
-    with count_preemptions(engine) as preemptions:
+    with count_preemptions(engine) as preemptions, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pressure, "orders", counted)
         found = engine.run(jobs)
-    del pressure.orders
     levels = [one.report["evicted_to"] for one in found]
     totals = pressure.totals()
     print(preemptions, levels, totals)

@@ -60,11 +60,9 @@ def _positions(engine: Engine) -> Iterator[list[tuple[int, int, list[list[int]]]
                 found.append((point.computed, layer, kept))
         return compact(own, skip, point, level, blocks)
 
-    late._compact = compacted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late, "_compact", compacted)
         yield found
-    finally:
-        del late._compact
 
 
 @pytest.mark.parametrize("further", [{}, {"async_scheduling": True}], ids=["sync", "async"])
@@ -81,11 +79,9 @@ def test_answers_are_exact_while_there_is_room(tiny: Start, further: dict[str, A
         seen.extend(zip(found[0].request_ids, found[0].points.tolist(), strict=True))
         return found
 
-    _late(engine)._evictions_at = watched
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_late(engine), "_evictions_at", watched)
         found = engine.run(jobs)
-    finally:
-        del _late(engine)._evictions_at
     assert sorted(point for _, point in seen) == sorted(
         length + count * EVERY for length in LENGTHS for count in (1, 2)
     )

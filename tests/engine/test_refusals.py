@@ -12,7 +12,6 @@ import pytest
 
 from tests.engine.families import make_family
 from tests.engine.support import EnginePool, Models, Start, greedy
-from tests.engine.test_fp8 import attention_layers as layers
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.engine
@@ -262,7 +261,9 @@ def test_an_engine_on_the_reference(
             request.getfixturevalue("monkeypatch").setenv("VLLM_PYRAMID_ALLOW_REFERENCE", "1")
         engines.close()
         engine = demo(**settings)
-        assert {layer.impl.ops.__name__.rpartition(".")[2] for layer in layers(engine)} == {name}
+        assert {
+            layer.impl.ops.__name__.rpartition(".")[2] for layer in engine.attention_layers()
+        } == {name}
         (outcome,) = engine.generate([prompt], greedy(8))
         answers[name] = (outcome.token_ids, outcome.report)
         engines.close()

@@ -66,7 +66,11 @@ ATTEND = {"min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
 # Policies of the engines that run in turn in a process: of the attention of CUDA devices also one
 # whose lengths the worker solves, and one that evicts during generation.
 POLICIES: dict[str, dict[str, Any]] = {
-    "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": 24},
+    # Requests of "spans" keep their first tokens.
+    **{
+        name: {"kv_policy": "pyramidkv", "kv_budget": 24}
+        for name in ("pyramidkv", "spans", "hybrid", "drafts", "eagle", "fp8")
+    },
     "auto": {"kv_policy": "auto", "kv_budget": 24, "kv_policy_args": {"window": 16}},
     "xkv": {"kv_policy": "xkv", "kv_budget": 24},
     "h2o": {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}},
@@ -75,11 +79,6 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_budget": 24,
         "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
     },
-    "spans": {"kv_policy": "pyramidkv", "kv_budget": 24},  # its requests keep their first tokens
-    "hybrid": {"kv_policy": "pyramidkv", "kv_budget": 24},
-    "drafts": {"kv_policy": "pyramidkv", "kv_budget": 24},
-    "eagle": {"kv_policy": "pyramidkv", "kv_budget": 24},
-    "fp8": {"kv_policy": "pyramidkv", "kv_budget": 24},
     # Pages of two sizes, which vLLM's two runners lay out each in its own way.
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
     # The survivors' V on the host, but for the first layer's: tables of two sizes are shifted.

@@ -15,13 +15,14 @@ import torch
 from tests.engine.drafts import count_drafts
 from tests.engine.hybrids import make_hybrid
 from tests.engine.oracles import check_log_probabilities
-from tests.engine.paged_paper import PagedModel, Pages, SummaryCheck, pages_read, selecting_layers
+from tests.engine.paged_paper import PagedModel, Pages, SummaryCheck, pages_read
 from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
     Models,
     Outcome,
+    Start,
     assert_same_tokens,
     greedy,
     random_prompts,
@@ -130,10 +131,10 @@ def _choices(outcome: Outcome, pages: Pages) -> Iterator[tuple[int, int, list[li
 
 @pytest.mark.parametrize(("scorer", "combine"), [("spread", "mean"), ("box", "max")])
 def test_an_independent_implementation_gives_its_tokens(
-    engines: EnginePool, model: Path, scorer: str, combine: str
+    tiny: Start, model: Path, scorer: str, combine: str
 ) -> None:
     attend = {**ATTEND, "scorer": scorer, "combine": combine}
-    engine = engines.get(model, **{**SELECT, "kv_policy_args": {"attend": attend}})
+    engine = tiny(MODEL, **{**SELECT, "kv_policy_args": {"attend": attend}})
     _fresh(engine).shuffle_blocks()
     with pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(17, 97, 257, 512)))
@@ -190,7 +191,7 @@ def test_the_page_scorer_of_the_documents_chooses(
                 compared += 1
     assert compared == len(outcomes) * (TOKENS - 1) * (LAYERS - DENSE) * len(heads)
 
-    (selector,) = next(iter(selecting_layers(engine))).impl.context.hooks.before_attention
+    (selector,) = engine.attention_layers(evicting=True)[0].impl.context.hooks.before_attention
     calls = []
 
     def fail_once(query: torch.Tensor) -> torch.Tensor:
@@ -208,12 +209,10 @@ def test_the_page_scorer_of_the_documents_chooses(
     assert [o.token_ids for o in again] == [o.token_ids for o in outcomes]
 
 
-def test_layers_may_read_different_numbers_of_pages_from_a_context_on(
-    engines: EnginePool, model: Path
-) -> None:
+def test_layers_may_read_different_numbers_of_pages_from_a_context_on(tiny: Start) -> None:
     """A pyramid of budgets, and everything below `min_context`: what attention is given says so."""
     attend = {**ATTEND, "allocator": {"kind": "arithmetic", "beta": 2.0}, "min_context": 264}
-    engine = engines.get(model, **{**SELECT, "kv_policy_args": {"attend": attend}})
+    engine = tiny(MODEL, **{**SELECT, "kv_policy_args": {"attend": attend}})
     with pages_read(_fresh(engine)) as pages:
         outcomes = engine.run(_jobs(lengths=(97, 257, 512)))
     budgets = load_policy("select", args={"attend": attend}).attend.pages(512, LAYERS, N)
@@ -237,7 +236,7 @@ def test_layers_may_read_different_numbers_of_pages_from_a_context_on(
 # Invariance ---------------------------------------------------------------------------------------
 
 
-def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:
+def test_drafts_change_nothing(tiny: Start) -> None:
     """Each draft chooses by itself, and a rejected one leaves no trace in a summary."""
     prompts = [
         [8 + (7 * i + i // 40) % 40 for i in range(length)] for length in (97, 257, 512, 330)
@@ -246,10 +245,10 @@ def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:
     def jobs() -> list[Job]:
         return [Job(prompt, greedy(40, logprobs=2)) for prompt in prompts]
 
-    engine = _fresh(engines.get(model, **SELECT))
+    engine = _fresh(tiny(MODEL, **SELECT))
     plain = engine.run(jobs())
-    drafted = engines.get(
-        model,
+    drafted = tiny(
+        MODEL,
         **SELECT,
         speculative_config={
             "method": "ngram",
@@ -320,15 +319,15 @@ def test_evicted_and_selected(
     engine.check_whole()
 
 
-def test_evicted_inside_the_prompt_and_selected(engines: EnginePool, model: Path) -> None:
+def test_evicted_inside_the_prompt_and_selected(tiny: Start) -> None:
     """Keys move at every point; with a large budget it is what the policy is without `attend`."""
     chunk = {"tokens": 128, "keep": 96, "scorer": "keydiff"}
     common = {**SETTINGS, "kv_policy": "keydiff", "kv_budget": 64}
-    evicted = engines.get(model, **common, kv_policy_args={"chunk": chunk})
+    evicted = tiny(MODEL, **common, kv_policy_args={"chunk": chunk})
     lengths = (97, 330, 512, 700)
     expected = evicted.run(_jobs(60, lengths))
     attend = {"kind": "pages", **ATTEND, "budget": 3 * N, "recent": 0}
-    engine = engines.get(model, **common, kv_policy_args={"chunk": chunk, "attend": attend})
+    engine = tiny(MODEL, **common, kv_policy_args={"chunk": chunk, "attend": attend})
     _assert_equal(engine.run(_jobs(60, lengths, kv_attend_budget="100%")), expected)
     _fresh(engine)
     check = SummaryCheck()
@@ -369,8 +368,8 @@ def test_layers_of_other_kinds_attend_as_ever(
     engine.check_whole()
 
 
-def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: Path) -> None:
-    engine = _fresh(engines.get(model, **SELECT))
+def test_the_metrics_and_the_scheduler_count_pages(tiny: Start) -> None:
+    engine = _fresh(tiny(MODEL, **SELECT))
     (hooks,) = [one for one in engine.scheduler.pyramid.hooks if isinstance(one, PageReads)]
     before = hooks.totals()
     outcomes = engine.run(_jobs(lengths=(257, 97)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.conversations import Rows, cached_tokens
+from tests.engine.conversations import Rows
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import (
     Engine,
@@ -223,7 +223,7 @@ def test_heads_that_keep_everything_share_behind_the_eviction(
     jobs = [Job(prompt, greedy(8)), Job(prompt, greedy(8), arrival=4)]
     outcomes = engine.run(jobs, count)
     assert outcomes[0].token_ids == outcomes[1].token_ids
-    assert cached_tokens(outcomes) == [0, shared * LANE_BLOCK]
+    assert [one.cached for one in outcomes] == [0, shared * LANE_BLOCK]
     of_lanes = LAYERS * HEADS // 2
     blocks = -(-600 // LANE_BLOCK)
     assert held[0] == (
@@ -231,6 +231,3 @@ def test_heads_that_keep_everything_share_behind_the_eviction(
         of_lanes * (2 * (2 * blocks - shared) - shared),
     )
     engine.check_whole()
-
-
-# Evictions inside the prompt ----------------------------------------------------------------------

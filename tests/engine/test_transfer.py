@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tiny: Start, folder: Path) -> Callable[..., Engine]:
+def start(tiny: Start, folder: Path) -> Start:
     """`start(policy, **settings)`: an engine that sends to itself, unless told otherwise."""
 
     def get(policy: str = "pyramidkv", **own: Any) -> Engine:
@@ -114,9 +114,7 @@ def check_equal(found: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "auto", "snapkv"])
 @pytest.mark.parametrize("caching", [False, True])
-def test_two_engines_answer_as_one(
-    start: Callable[..., Engine], folder: Path, policy: str, caching: bool
-) -> None:
+def test_two_engines_answer_as_one(start: Start, folder: Path, policy: str, caching: bool) -> None:
     """In one batch with requests of other engines, whose prompts end after the first have begun."""
     prompts = random_prompts(LENGTHS, seed=3)
     sender = start(
@@ -146,9 +144,7 @@ def test_two_engines_answer_as_one(
     engine.check_nothing_left()
 
 
-def test_the_decoding_engine_never_holds_the_prompt(
-    start: Callable[..., Engine], folder: Path
-) -> None:
+def test_the_decoding_engine_never_holds_the_prompt(start: Start, folder: Path) -> None:
     """In a pool without room for it, a request begins with the tails and computes no prompt."""
     engine = start("pyramidkv")
     (prompt,) = random_prompts([512])
@@ -183,7 +179,7 @@ def test_the_decoding_engine_never_holds_the_prompt(
 @pytest.mark.parametrize(
     ("asynchronous", "nixl"), [(False, False), (True, False), (True, True)], ids=str
 )
-def test_over_tcp(start: Callable[..., Engine], asynchronous: bool, nixl: bool) -> None:
+def test_over_tcp(start: Start, asynchronous: bool, nixl: bool) -> None:
     """Or by NIXL, where the package is installed."""
     if nixl and not nixl_utils.is_nixl_available():
         pytest.skip("the package nixl is not installed")
@@ -205,7 +201,7 @@ def test_over_tcp(start: Callable[..., Engine], asynchronous: bool, nixl: bool) 
     engine.check_nothing_left()
 
 
-def test_what_looks_at_the_answer_sees_the_first_token(start: Callable[..., Engine]) -> None:
+def test_what_looks_at_the_answer_sees_the_first_token(start: Start) -> None:
     """Penalties, bad words, fewest tokens and stop tokens."""
     engine = start("pyramidkv")
     (prompt,) = random_prompts([300], seed=12)
@@ -253,7 +249,7 @@ def _params(**own: Any) -> Any:
     ],
 )
 def test_what_cannot_be_exact_is_computed(
-    start: Callable[..., Engine], folder: Path, label: str, own: dict[str, Any]
+    start: Start, folder: Path, label: str, own: dict[str, Any]
 ) -> None:
     engine = start("pyramidkv")
     (prompt,) = random_prompts([200], seed=5)
@@ -297,7 +293,7 @@ def _other_version(path: Path) -> None:
     ids=["no-head", "head", "version", "no-part", "part", "cut", "longer", "swapped"],
 )
 def test_a_damaged_state_costs_a_prefill(
-    start: Callable[..., Engine], folder: Path, damage: Any, label: str
+    start: Start, folder: Path, damage: Any, label: str
 ) -> None:
     """The same tokens, by an own computation; beside others that nothing happens to."""
     engine = start("pyramidkv", kv_transfer_config=connector(folder, wait_s=0.2))
@@ -317,7 +313,7 @@ def test_a_damaged_state_costs_a_prefill(
     engine.check_nothing_left()
 
 
-def test_a_state_of_something_else_is_not_believed(start: Callable[..., Engine]) -> None:
+def test_a_state_of_something_else_is_not_believed(start: Start) -> None:
     engine = start("pyramidkv")
     first, second = random_prompts([200, 200], seed=7)
     tickets = send(engine, [first] * 4)
@@ -343,7 +339,7 @@ def test_a_state_of_something_else_is_not_believed(start: Callable[..., Engine])
 
 
 @pytest.mark.parametrize("own", [{"kv_policy": "full"}, {"kv_keep": [0, 90]}], ids=str)
-def test_settings_of_requests(start: Callable[..., Engine], own: dict[str, Any]) -> None:
+def test_settings_of_requests(start: Start, own: dict[str, Any]) -> None:
     """A whole prompt; spans, whose blocks the first engine has in a head, the other in a tail."""
     engine = start("pyramidkv", enable_prefix_caching=True)
     front, *ends = random_prompts([96, 200, 140], seed=15)
@@ -357,7 +353,7 @@ def test_settings_of_requests(start: Callable[..., Engine], own: dict[str, Any])
     engine.check_nothing_left()
 
 
-def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engine]) -> None:
+def test_a_turn_of_a_conversation_computes_its_prompt(start: Start) -> None:
     engine = start("pyramidkv", enable_prefix_caching=True)
     (prompt,) = random_prompts([200], seed=16)
     expected = engine.generate([prompt], greedy(ANSWER, kv_turns=[]))
@@ -370,7 +366,7 @@ def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engin
     engine.check_nothing_left()
 
 
-def test_turns_that_leave_no_trace_come_from_any_engine(start: Callable[..., Engine]) -> None:
+def test_turns_that_leave_no_trace_come_from_any_engine(start: Start) -> None:
     """With `kv_turn_mode: exact` a turn's state follows from its prompt alone."""
     engine, exact = start("pyramidkv", enable_prefix_caching=True), {"kv_turn_mode": "exact"}
     tokens, turns = random_prompts([200], seed=24)[0], []
@@ -390,9 +386,7 @@ def test_turns_that_leave_no_trace_come_from_any_engine(start: Callable[..., Eng
     engine.check_nothing_left()
 
 
-def test_an_answer_that_ends_by_itself_needs_no_other_engine(
-    start: Callable[..., Engine], folder: Path
-) -> None:
+def test_an_answer_that_ends_by_itself_needs_no_other_engine(start: Start, folder: Path) -> None:
     engine = start("pyramidkv")
     (prompt,) = random_prompts([200], seed=10)
     (plain,) = engine.generate([prompt], greedy(1))
@@ -409,9 +403,7 @@ def test_an_answer_that_ends_by_itself_needs_no_other_engine(
     assert found.report["handed"]["because"] == reasons.WORDS[reasons.SHORT]
 
 
-def test_an_engine_that_evicts_under_pressure_receives_states(
-    start: Callable[..., Engine], folder: Path
-) -> None:
+def test_an_engine_that_evicts_under_pressure_receives_states(start: Start, folder: Path) -> None:
     """What it receives is at its floor. Its own prompts are whole until it orders them to evict."""
     with pytest.raises(ValueError, match=r"kv_role kv_both.*leave the flag out there"):
         start("pyramidkv", kv_evict="pressure")  # it would send, too
@@ -447,7 +439,7 @@ def test_an_engine_that_evicts_under_pressure_receives_states(
     engine.check_nothing_left()
 
 
-def test_preempted_behind_a_state(start: Callable[..., Engine]) -> None:
+def test_preempted_behind_a_state(start: Start) -> None:
     """In a pool that runs out, requests compute their prompts again and say the same."""
     prompts = random_prompts([300, 280, 290, 310, 270], seed=14)
     found: list[list[Outcome]] = []
