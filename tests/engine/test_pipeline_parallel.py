@@ -75,6 +75,13 @@ def _settings(name: str, folder: Path) -> dict[str, Any]:
     return {"kv_policy": policy, "kv_min_tokens": 0, **settings, "kv_trace": str(folder / name)}
 
 
+def _jobs() -> list[Job]:
+    return [
+        Job(prompt, greedy_params(TOKENS), arrival)
+        for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
+    ]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pipeline-parallel")
@@ -137,11 +144,7 @@ def read_traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
 @pytest.mark.parametrize("name", ENGINES)
 def test_two_stages(tiny: Start, stages: Child, folder: Path, name: str) -> None:
     engine = tiny("llama-mha", **SETTINGS, **_settings(name, folder / "one"))
-    jobs = [
-        Job(prompt, greedy_params(TOKENS), arrival)
-        for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
-    ]
-    outcomes = engine.run(jobs)
+    outcomes = engine.run(_jobs())
     result = stages.results(560)[list(ENGINES).index(name)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids
@@ -181,14 +184,8 @@ def test_two_stages(tiny: Start, stages: Child, folder: Path, name: str) -> None
 def test_two_stages_with_lengths_of_heads(tiny: Start, stages: Child) -> None:
     """With bundles of two kinds, one of which has blocks in the second stage alone."""
     engine = tiny("llama-mha", **SETTINGS, **HEADS, kv_min_tokens=None)
-    prompts = random_prompts(LENGTHS)
-    outcomes = engine.run(
-        [
-            Job(prompt, greedy_params(TOKENS), arrival)
-            for prompt, arrival in zip(prompts, ARRIVALS, strict=True)
-        ]
-    )
-    outcomes += engine.run([Job(prompts[0], greedy_params(TOKENS))])
+    outcomes = engine.run(_jobs())
+    outcomes += engine.run(_jobs()[:1])
     result = stages.results(560)[len(ENGINES)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids

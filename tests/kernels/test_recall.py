@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The window's mass and attention recall: by hand, by NumPy, and by the kernels."""
+"""Attention recall: by hand, by NumPy, and by the kernels."""
 
 from __future__ import annotations
 
@@ -10,33 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks, take_reduction, take_softmax
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.recall import kept_mass
-from vllm_pyramid.kernels.records import Softmax
+from vllm_pyramid.kernels.records import Reduction, Softmax
 
 pytestmark = pytest.mark.cpu
 
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def scores_of(module: Any, batch: Any, window: int, **options: Any) -> Any:
-    prompts = batch.windows(window, options.pop("max_prompt_len", None))
-    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
-    reduction = take_reduction(options)
-    return module.window_scores(prompts, softmax, reduction, **options)
-
-
-@pytest.mark.parametrize("sinks", [None, head_sinks(8)], ids=["plain", "sinks"])
-def test_mean_mass_is_the_attention_paid_to_the_context(make_batch: Any, sinks: Any) -> None:
-    batch = make_batch([90], [16], group=4)
-    found = scores_of(cpu, batch, window=16, pooling="none", sinks=sinks)
-    pages = torch.zeros(batch.key_cache.shape[:3])
-    cpu.add_key_mass(pages, batch.attention(), Softmax(0.125, sinks=sinks))
-    mass = reference.gather_tokens(pages[..., None], batch.block_table[0], 0, 90)[..., 0].T[None]
-    torch.testing.assert_close(found, mass[..., :74] / 4, rtol=1e-4, atol=1e-5)
 
 
 def test_kept_mass_by_hand() -> None:
@@ -54,7 +36,7 @@ def test_kept_mass_by_hand() -> None:
 def test_recall_of_what_is_selected(make_batch: Any, module: Any) -> None:
     """Check that all tokens hold everything, and the best ones what NumPy finds."""
     batch = make_batch([90, 45], [16, 16])
-    mass = scores_of(module, batch, window=16, pooling="none")
+    mass = module.window_scores(batch.windows(16), Softmax(0.125), Reduction(pooling="none"))
     lens = batch.seq_lens
     everything = module.select(mass, lens, lens, window=16)
     whole = kept_mass(mass, everything, lens, lens, window=16)
