@@ -35,6 +35,18 @@ def head_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.linspace(4.0, 9.0, heads).to(dtype)
 
 
+def softmax_options(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """Return windows, caps and sinks of four heads, alone and together."""
+    sinks = torch.tensor([0.5, -2.0, 4.0, 1.0], dtype=dtype)
+    return [
+        {"sliding_window": 20},
+        {"sliding_window": 100, "soft_cap": 3.0},
+        {"soft_cap": 1.5},
+        {"sinks": sinks},
+        {"sinks": sinks, "soft_cap": 2.0, "sliding_window": 33},
+    ]
+
+
 def take_reduction(options: dict[str, Any]) -> Reduction:
     """Make a reduction of the options that name its fields, and remove them."""
     return Reduction(**take(Reduction, options))

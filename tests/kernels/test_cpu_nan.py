@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,12 +49,21 @@ def attend(module: Any, batch: Any, softmax: Softmax) -> tuple[torch.Tensor, tor
     return out, log_sum_exp
 
 
-def check(found: torch.Tensor, right: torch.Tensor, whole: torch.Tensor, isa: str) -> None:
-    """Check that `found` is NaN where the reference is, and elsewhere what it is without NaN."""
-    wrong = right.isnan()
-    assert wrong.any(), "the test spoils nothing"
-    assert torch.equal(found.isnan(), wrong), isa
-    assert torch.equal(found[~wrong], whole[~wrong]), isa
+def check(each_isa, run: Callable[[Any], tuple[torch.Tensor, ...]], spoiling: Callable[[], None]):
+    """Check that results are NaN where the reference's are, and elsewhere what they were before.
+
+    Args:
+        run: of a back end. spoiling: what happens to the batch.
+    """
+    whole = {isa: run(cpu) for isa in each_isa()}
+    spoiling()
+    right = run(reference)
+    for isa in each_isa():
+        for found, expected, before in zip(run(cpu), right, whole[isa], strict=True):
+            wrong = expected.isnan()
+            assert wrong.any(), "the test spoils nothing"
+            assert torch.equal(found.isnan(), wrong), isa
+            assert torch.equal(found[~wrong], before[~wrong]), isa
 
 
 @pytest.mark.parametrize("bits", [NAN, NEGATIVE_NAN])
@@ -65,15 +75,13 @@ def check(found: torch.Tensor, right: torch.Tensor, whole: torch.Tensor, isa: st
 def test_attention(make_batch, each_isa, dtype, head_size, option, bits) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
     batch = make_batch(LENS, QUERY_LENS, group=4, dtype=dtype, head_size=head_size)
-    whole = {isa: attend(cpu, batch, softmax) for isa in each_isa()}
-    spoil(batch, 0, range(250, 251), bits)  # some queries of a chunk do not see it
-    spoil(batch, 1, range(1290, 1291), bits)  # one part of a request that is split
-    spoil(batch, 3, range(95), bits)  # all that a request sees
-    right = attend(reference, batch, softmax)
-    for isa in each_isa():
-        found = attend(cpu, batch, softmax)
-        for one, expected, without in zip(found, right, whole[isa], strict=True):
-            check(one, expected, without, isa)
+
+    def spoiling() -> None:
+        spoil(batch, 0, range(250, 251), bits)  # some queries of a chunk do not see it
+        spoil(batch, 1, range(1290, 1291), bits)  # one part of a request that is split
+        spoil(batch, 3, range(95), bits)  # all that a request sees
+
+    check(each_isa, lambda module: attend(module, batch, softmax), spoiling)
 
 
 def test_a_part_in_which_every_key_is_nan(make_batch, each_isa) -> None:
@@ -125,12 +133,12 @@ def test_the_best_keys(make_batch, each_isa, option, renormalize, bits) -> None:
     """NaN is among the best keys, wherever it is, as in the reference."""
     softmax = Softmax(SCALE, **OPTIONS[option])
     batch = make_batch(LENS, QUERY_LENS, group=4)
-    whole = {isa: choose(cpu, batch, softmax, renormalize) for isa in each_isa()}
-    spoil(batch, 1, range(1250, 1251), bits)
-    spoil(batch, 3, range(60, 94), bits)
-    right = choose(reference, batch, softmax, renormalize)
-    for isa in each_isa():
-        check(choose(cpu, batch, softmax, renormalize), right, whole[isa], isa)
+
+    def spoiling() -> None:
+        spoil(batch, 1, range(1250, 1251), bits)
+        spoil(batch, 3, range(60, 94), bits)
+
+    check(each_isa, lambda module: (choose(module, batch, softmax, renormalize),), spoiling)
 
 
 @pytest.mark.parametrize("pooling", ["none", "avg", "max"])
@@ -144,20 +152,18 @@ def test_window_scores(make_batch, each_isa, option, gqa_reduce, pooling, knows_
     places = {0: range(250, 251), 2: range(1299, 1300), 3: range(95)}
     lens, queries = [300, 700, 1300, 95], [90, 40, 40, 40]
 
-    def score(module: Any, batch: Any) -> torch.Tensor:
-        log_sum_exp = attend(module, batch, softmax)[1] if knows_lse else None
-        return module.window_scores(
-            batch.windows(8), Softmax(SCALE, **OPTIONS[option]), reduction, log_sum_exp=log_sum_exp
-        )
-
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch(lens, queries, group=4, dtype=dtype)
-        whole = {isa: score(cpu, batch) for isa in each_isa()}
-        for request, positions in places.items():
-            spoil(batch, request, positions)
-        right = score(reference, batch)
-        for isa in each_isa():
-            check(score(cpu, batch), right, whole[isa], isa)
+
+        def score(module: Any, batch: Any = batch) -> tuple[torch.Tensor]:
+            lse = attend(module, batch, softmax)[1] if knows_lse else None
+            return (module.window_scores(batch.windows(8), softmax, reduction, log_sum_exp=lse),)
+
+        def spoiling(batch: Any = batch) -> None:
+            for request, positions in places.items():
+                spoil(batch, request, positions)
+
+        check(each_isa, score, spoiling)
 
 
 def test_a_query_head_with_nan_is_not_lost_in_the_maximum(make_batch, each_isa) -> None:
@@ -199,23 +205,18 @@ def test_key_mass(make_batch, each_isa, option, knows_lse) -> None:
 def test_recent_mass(make_batch, each_isa, option) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
 
-    def mass_of(module: Any, batch: Any) -> torch.Tensor:
-        recents = torch.tensor([8, 8, 8], dtype=torch.int32)
-        contexts = torch.tensor([200, 600, 80], dtype=torch.int32)
-        ends, lens, skips = batch.query_start_loc[1:], batch.seq_lens, batch.skips
-        records = RecentBatch(
-            *(batch.query, batch.key_cache, batch.block_table, ends, lens, skips), recents, contexts
-        )
-        found: torch.Tensor = module.recent_mass(records, softmax, distance_weight=2.0)
-        return found
-
     batch = make_batch([300, 700, 95], [90, 20, 20], group=4)
-    whole = {isa: mass_of(cpu, batch) for isa in each_isa()}
-    spoil(batch, 0, range(250, 251))
-    spoil(batch, 2, range(95))
-    right = mass_of(reference, batch)
-    for isa in each_isa():
-        check(mass_of(cpu, batch), right, whole[isa], isa)
+    recents, contexts = torch.tensor([[8, 8, 8], [200, 600, 80]], dtype=torch.int32)
+    recent = RecentBatch(
+        *(batch.query, batch.key_cache, batch.block_table, batch.query_start_loc[1:]),
+        *(batch.seq_lens, batch.skips, recents, contexts),
+    )
+
+    def spoiling() -> None:
+        spoil(batch, 0, range(250, 251))
+        spoil(batch, 2, range(95))
+
+    check(each_isa, lambda ops: (ops.recent_mass(recent, softmax, distance_weight=2.0),), spoiling)
 
 
 @pytest.mark.parametrize("module", [cpu, reference])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.arguments import take_softmax
+from tests.kernels.arguments import softmax_options, take_softmax
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Softmax
 
@@ -94,19 +94,8 @@ def test_matches_reference(make_batch, assert_equal, dtype, group, head_size) ->
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sliding_window": 20},
-        {"sliding_window": 100, "soft_cap": 3.0},
-        {"sinks": True},
-        {"sinks": True, "soft_cap": 2.0, "sliding_window": 33},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", softmax_options(), ids=["near", "cap", "low", "sinks", "all"])
 def test_options(make_batch, assert_equal, options, renormalize) -> None:
-    if "sinks" in options:
-        options = options | {"sinks": torch.tensor([0.5, -2.0, 4.0, 1.0])}
     batch = apart(make_batch(LENS, QUERY_LENS, block_size=32))
     assert_equal(batch, TOP_NS, renormalize=renormalize, **options)
 
