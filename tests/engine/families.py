@@ -244,15 +244,7 @@ FAMILIES: dict[str, Family] = {
         "NemotronHForCausalLM",
         {
             **_HEADS,
-            "layers_block_type": [
-                "linear_attention",
-                "mlp",
-                "full_attention",
-                "linear_attention",
-                "mlp",
-                "full_attention",
-                "mlp",
-            ],
+            "layers_block_type": [*["linear_attention", "mlp", "full_attention"] * 2, "mlp"],
             "num_hidden_layers": 7,
             "ssm_state_size": 16,
             "mamba_num_heads": 8,

@@ -129,6 +129,16 @@ def _choices(outcome: Outcome, pages: Pages) -> Iterator[tuple[int, int, list[li
             yield layer, position, heads
 
 
+def _check_best(found: list[int], scores: torch.Tensor, own: int) -> bool:
+    """Sinks and recent pages are found, and what scores best; whether there was another page."""
+    always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
+    assert always <= set(found)
+    best = [float(scores[page]) for page in found if page not in always]
+    rest = [float(scores[page]) for page in range(own) if page not in found]
+    assert not rest or min(best) >= max(rest) - 1e-5
+    return bool(rest)
+
+
 @pytest.mark.parametrize(("scorer", "combine"), [("spread", "mean"), ("box", "max")])
 def test_an_independent_implementation_gives_its_tokens(
     tiny: Start, model: Path, scorer: str, combine: str
@@ -148,16 +158,12 @@ def test_an_independent_implementation_gives_its_tokens(
             assert layer >= DENSE and position >= len(prompt) and len(heads) == KV_HEADS
             for head, found in enumerate(heads):
                 assert len(set(found)) == len(found) == min(BUDGET, own + 1)
-                always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
-                assert always <= set(found) and found == sorted(found)
+                assert found == sorted(found)
                 group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
                 query = oracle.queries[layer][group, position]
                 keys = oracle.keys[layer][head, : own * N]
                 scores = _scores(scorer, query, keys, combine)
-                best = [float(scores[page]) for page in found if page not in always]
-                rest = [float(scores[page]) for page in range(own) if page not in found]
-                assert not rest or min(best) >= max(rest) - 1e-5
-                chosen += bool(rest)
+                chosen += _check_best(found, scores, own)
     assert chosen > 3 * TOKENS * (LAYERS - DENSE) * KV_HEADS / 2
 
 
@@ -184,10 +190,7 @@ def test_the_page_scorer_of_the_documents_chooses(
                 keys = oracle.keys[layer][head, : own * N].double().unflatten(0, (own, 2, N // 2))
                 halves = keys.mean(dim=2) @ oracle.queries[layer][head, position].double()
                 scores = halves[:, 0] + 0.5 * halves[:, 1]
-                always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
-                best = [float(scores[page]) for page in found if page not in always]
-                rest = [float(scores[page]) for page in range(own) if page not in found]
-                assert always <= set(found) and min(best) >= max(rest) - 1e-5
+                assert _check_best(found, scores, own)
                 compared += 1
     assert compared == len(outcomes) * (TOKENS - 1) * (LAYERS - DENSE) * len(heads)
 

@@ -13,7 +13,7 @@ import torch
 from tests.kernels.arguments import head_sinks
 from tests.kernels.conftest import Batch
 from tests.kernels.every_kernel import cpu, reference
-from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 pytestmark = pytest.mark.cpu
@@ -140,53 +140,54 @@ def test_attention_options(make_batch, check_attention, fp8, layout, options) ->
     check_attention(quantised(made, fp8), **options)
 
 
+@pytest.fixture
+def check_scores(each_isa: Any) -> Callable[..., None]:
+    """Compare `run(module, batch, **more)` with float64, also by attention's log-sum-exp."""
+
+    def check(run: Any, batch: AttentionBatch, softmax: Softmax, **close: float) -> None:
+        right = run(reference, dequantised(batch), compute_dtype=torch.float64)
+        torch.testing.assert_close(run(reference, batch), right, **close)
+        for isa in each_isa():
+            for lse in (None, attend(cpu, batch, softmax)[1]):
+                found = run(cpu, batch, log_sum_exp=lse)
+                torch.testing.assert_close(found, right, **close, msg=isa)
+
+    return check
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_window_scores(make_batch, each_isa, fp8, group, sinks) -> None:
+def test_window_scores(make_batch, check_scores, fp8, group, sinks) -> None:
     made = make_batch([1100, 57, 300], [20, 16, 9], group=group, dtype=torch.bfloat16)
     batch = quantised(made, fp8)
     softmax = softmax_of(batch, sinks=head_sinks(2 * group) if sinks else None)
-    reduction = Reduction("max", "avg", 5)
 
-    def windows(of: AttentionBatch) -> WindowBatch:
-        return replace(made.windows(8), key_cache=of.key_cache, key_scale=of.key_scale)
+    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
+        windows = replace(made.windows(8), key_cache=of.key_cache, key_scale=of.key_scale)
+        return module.window_scores(windows, softmax, Reduction("max", "avg", 5), **more)
 
-    right = reference.window_scores(
-        windows(dequantised(batch)), softmax, reduction, compute_dtype=torch.float64
-    )
-    for isa in each_isa():
-        _, lse = attend(cpu, batch, softmax)
-        for given in (None, lse):
-            found = cpu.window_scores(windows(batch), softmax, reduction, log_sum_exp=given)
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-9, msg=isa)
-    found = reference.window_scores(windows(batch), softmax, reduction)
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-9)
+    check_scores(run, batch, softmax, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_key_mass(make_batch, each_isa, fp8, kind) -> None:
+def test_key_mass(make_batch, check_scores, fp8, kind) -> None:
     batch = quantised(make_batch(LENS, QUERY_LENS, skips=SKIPS, group=4), fp8)
     softmax = softmax_of(batch)
 
-    def mass(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
+    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
         found = torch.zeros(of.key_cache.shape[:3])
         module.add_key_mass(found, of, softmax, kind=kind, **more)
         return found
 
-    right = mass(reference, dequantised(batch), compute_dtype=torch.float64)
-    torch.testing.assert_close(mass(reference, batch), right, rtol=1e-4, atol=1e-6)
-    for isa in each_isa():
-        for lse in (None, attend(cpu, batch, softmax)[1]):
-            found = mass(cpu, batch, log_sum_exp=lse)
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6, msg=isa)
+    check_scores(run, batch, softmax, rtol=1e-4, atol=1e-6)
 
 
-def test_recent_mass(make_batch, each_isa, fp8) -> None:
+def test_recent_mass(make_batch, check_scores, fp8) -> None:
     made = make_batch([41, 300, 700], [30, 250, 500], dtype=torch.bfloat16, group=3)
     batch = quantised(made, fp8)
     softmax = softmax_of(batch)
 
-    def mass(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
+    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
         recents, contexts = torch.tensor([[6, 64, 137], [24, 180, 363]], dtype=torch.int32)
         recent = RecentBatch(
             *(of.query, of.key_cache, of.block_table, of.query_start_loc[1:].clone()),
@@ -195,12 +196,7 @@ def test_recent_mass(make_batch, each_isa, fp8) -> None:
         )
         return module.recent_mass(recent, softmax, distance_weight=1.2, **more)
 
-    right = mass(reference, dequantised(batch), compute_dtype=torch.float64)
-    torch.testing.assert_close(mass(reference, batch), right, rtol=2e-4, atol=1e-7)
-    for isa in each_isa():
-        for lse in (None, attend(cpu, batch, softmax)[1]):
-            found = mass(cpu, batch, log_sum_exp=lse)
-            torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-7, msg=isa)
+    check_scores(run, batch, softmax, rtol=2e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
