@@ -35,6 +35,23 @@ def head_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.linspace(4.0, 9.0, heads).to(dtype)
 
 
+def softmax_of(batch: AttentionBatch, **options: Any) -> Softmax:
+    return Softmax(batch.query.shape[2] ** -0.5, **options)
+
+
+def attend(
+    module: Any, batch: AttentionBatch, softmax: Softmax, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, in float64 where `compute_dtype` is given, and the log-sum-exp."""
+    dtype = torch.float64 if "compute_dtype" in more else torch.float32
+    out, lse = (
+        torch.full(batch.query.shape, 7.0, dtype=dtype),
+        torch.full(batch.query.shape[:2], 9.0),
+    )
+    module.paged_attention(out, batch, softmax, log_sum_exp=lse, **more)
+    return out, lse
+
+
 def softmax_options(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     """Return windows, caps and sinks of four heads, alone and together."""
     sinks = torch.tensor([0.5, -2.0, 4.0, 1.0], dtype=dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.arguments import attend
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Reduction, Softmax
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
@@ -40,13 +41,6 @@ def spoil(batch: Any, request: int, positions: range, bits: int = NAN) -> None:
     for position in positions:
         block = int(batch.block_table[request, position // size])
         batch.key_cache[block, 0, position % size] = _nan(bits, batch.key_cache.dtype)
-
-
-def attend(module: Any, batch: Any, softmax: Softmax) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(batch.query.shape)
-    log_sum_exp = torch.empty(batch.query.shape[:2])
-    module.paged_attention(out, batch.attention(), softmax, log_sum_exp=log_sum_exp)
-    return out, log_sum_exp
 
 
 def check(each_isa, run: Callable[[Any], tuple[torch.Tensor, ...]], spoiling: Callable[[], None]):
@@ -81,7 +75,7 @@ def test_attention(make_batch, each_isa, dtype, head_size, option, bits) -> None
         spoil(batch, 1, range(1290, 1291), bits)  # one part of a request that is split
         spoil(batch, 3, range(95), bits)  # all that a request sees
 
-    check(each_isa, lambda module: attend(module, batch, softmax), spoiling)
+    check(each_isa, lambda module: attend(module, batch.attention(), softmax), spoiling)
 
 
 def test_a_part_in_which_every_key_is_nan(make_batch, each_isa) -> None:
@@ -89,9 +83,9 @@ def test_a_part_in_which_every_key_is_nan(make_batch, each_isa) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch([1300, 1300], [1, 1], group=8, dtype=dtype, head_size=64)
         spoil(batch, 0, range(600))
-        right, _ = attend(reference, batch, Softmax(SCALE))
+        right, _ = attend(reference, batch.attention(), Softmax(SCALE))
         for isa in each_isa():
-            found, _ = attend(cpu, batch, Softmax(SCALE))
+            found, _ = attend(cpu, batch.attention(), Softmax(SCALE))
             assert torch.equal(found.isnan(), right.isnan()), isa
 
 
@@ -102,9 +96,9 @@ def test_a_part_that_a_row_does_not_see(make_batch, each_isa, soft_cap, scale) -
     softmax = Softmax(scale, soft_cap=soft_cap)
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch([513], [2], group=4, dtype=dtype, head_size=96)
-        right, _ = attend(reference, batch, softmax)
+        right, _ = attend(reference, batch.attention(), softmax)
         for isa in each_isa():
-            found, _ = attend(cpu, batch, softmax)
+            found, _ = attend(cpu, batch.attention(), softmax)
             assert (found - right).abs().max() < 0.03, isa
 
 
@@ -112,10 +106,10 @@ def test_infinity(make_batch, each_isa) -> None:
     batch = make_batch(LENS, QUERY_LENS, group=4)
     blocks = batch.block_table[:, 1].long()
     batch.key_cache[blocks, 0, 3, 5] = torch.inf
-    right, _ = attend(reference, batch, Softmax(SCALE))
+    right, _ = attend(reference, batch.attention(), Softmax(SCALE))
     assert right.isnan().any()
     for isa in each_isa():
-        found, _ = attend(cpu, batch, Softmax(SCALE))
+        found, _ = attend(cpu, batch.attention(), Softmax(SCALE))
         assert torch.equal(found.isnan(), right.isnan()), isa
 
 
@@ -156,7 +150,7 @@ def test_window_scores(make_batch, each_isa, option, gqa_reduce, pooling, knows_
         batch = make_batch(lens, queries, group=4, dtype=dtype)
 
         def score(module: Any, batch: Any = batch) -> tuple[torch.Tensor]:
-            lse = attend(module, batch, softmax)[1] if knows_lse else None
+            lse = attend(module, batch.attention(), softmax)[1] if knows_lse else None
             return (module.window_scores(batch.windows(8), softmax, reduction, log_sum_exp=lse),)
 
         def spoiling(batch: Any = batch) -> None:
@@ -183,7 +177,7 @@ def test_key_mass(make_batch, each_isa, option, knows_lse) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
 
     def add(module: Any, batch: Any) -> torch.Tensor:
-        log_sum_exp = attend(module, batch, softmax)[1] if knows_lse else None
+        log_sum_exp = attend(module, batch.attention(), softmax)[1] if knows_lse else None
         mass = torch.zeros(batch.key_cache.shape[:3])
         module.add_key_mass(mass, batch.attention(), softmax, log_sum_exp=log_sum_exp)
         return mass

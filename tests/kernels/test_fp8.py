@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks
+from tests.kernels.arguments import attend, head_sinks, softmax_of
 from tests.kernels.conftest import Batch
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax
@@ -50,17 +50,6 @@ def dequantised(batch: AttentionBatch) -> AttentionBatch:
         key_scale=1.0,
         value_scale=1.0,
     )
-
-
-def softmax_of(batch: AttentionBatch, **options: Any) -> Softmax:
-    return Softmax(batch.query.shape[2] ** -0.5, **options)
-
-
-def attend(module: Any, batch: AttentionBatch, softmax: Softmax, **more: Any) -> tuple[Any, Any]:
-    out = torch.full(batch.query.shape, 7.0, dtype=more.get("compute_dtype", torch.float32))
-    lse = torch.full(batch.query.shape[:2], 9.0)
-    module.paged_attention(out, batch, softmax, log_sum_exp=lse, **more)
-    return out, lse
 
 
 @pytest.fixture
