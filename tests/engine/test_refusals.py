@@ -16,6 +16,7 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.engine
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 OWN_PAGES = {
     "kv_policy": "select",
     "kv_policy_args": {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}},
@@ -87,10 +88,7 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
     ("arguments", "flag"),
     [
         (
-            {
-                "pipeline_parallel_size": 2,
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            },
+            {"pipeline_parallel_size": 2, "speculative_config": NGRAM},
             "--pipeline-parallel-size and --speculative-config",
         ),
         (
@@ -176,11 +174,10 @@ def test_models_that_the_host_cache_cannot_store(tmp_path: Path, random_model: P
         model = make_family(family, tmp_path / family)
         with pytest.raises(ValueError, match="--kv-host-cache and a model of which some layers"):
             _config(model, own)
-    drafts = {"num_speculative_tokens": 2}
-    of_model = {"method": "draft_model", "model": str(random_model), **drafts}
+    of_model = {**NGRAM, "method": "draft_model", "model": str(random_model)}
     with pytest.raises(ValueError, match="--kv-host-cache and a draft model"):
         _config(random_model, own, speculative_config=of_model)
-    ngram = {"method": "ngram", "prompt_lookup_max": 2, **drafts}
+    ngram = {**NGRAM, "prompt_lookup_max": 2}
     config = _config(random_model, own, speculative_config=ngram)
     served = ServedSettings.of(config)
     assert served is not None and served.host_cache_bytes == int(0.01 * 2**30)
