@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.arguments import head_sinks
-from tests.kernels.pages import Pages, build_pages
+from tests.kernels.pages import Pages, build_pages, int32
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
@@ -32,10 +32,6 @@ LENS = [1, 300, 64, 700, 1500, 20]
 QUERY_LENS = [1, 5, 1, 2, 1, 1]
 SKIPS = [0, 37, 0, 128, 0, 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, *FP8_DTYPES]
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def made(
