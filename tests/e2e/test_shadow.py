@@ -43,11 +43,14 @@ def client_of(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
+def words(count: int) -> str:
+    return build_prompt(model_path(), count)[0]
+
+
 def ask(
-    client: openai.OpenAI, words: int, tokens: int, application: str, number: int, **settings: Any
+    client: openai.OpenAI, prompt: str, tokens: int, application: str, number: int, **settings: Any
 ) -> dict[str, Any]:
     """Send a prompt of an application; the report."""
-    prompt, _ = build_prompt(model_path(), words)
     settings["kv_application"] = application
     answer: Any = client.completions.create(
         model=str(model_path()),
@@ -75,16 +78,16 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
             raise AssertionError(row)
 
         for number in range(4):
-            report = ask(client, 500 + 40 * number, 32, "bad", number)
+            report = ask(client, words(500 + 40 * number), 32, "bad", number)
             assert report["kv_policy"] == "random" and "kv_shadow" not in report
             row = compared("bad", number + 1)
         assert row["runs_full"], row
-        report = ask(client, 660, 32, "bad", 4)
+        report = ask(client, words(660), 32, "bad", 4)
         assert report["kv_policy"] == "full" and report["kv_shadow"] == "full"
         assert report["evicted_tokens"] == 0
 
         for number in range(5):
-            report = ask(client, 500 + 40 * number, 32, "good", number, kv_budget="90%")
+            report = ask(client, words(500 + 40 * number), 32, "good", number, kv_budget="90%")
             assert report["kv_policy"] == "random"
             row = compared("good", number + 1)
         assert not row["runs_full"] and row["agreement"] > 0.85
@@ -96,14 +99,14 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
         assert 'shadow_requests_total{application="bad",cache="evicted"} 4.0' in metrics
 
         assert shadow_of(server, "bad", "DELETE") == {"restored": 1}
-        assert ask(client, 700, 32, "bad", 5)["kv_policy"] == "random"
+        assert ask(client, words(700), 32, "bad", 5)["kv_policy"] == "random"
 
 
 def test_under_pressure_evicted_answers_alone_are_replayed(tmp_path: Path) -> None:
     """A burst in a pool for three prompts, then a request that has it for itself."""
     flags = [*FLAGS[:-1], str(12 << 20), "--max-model-len", "1024", "--kv-evict", "pressure"]
     with serving(model_path(), *flags, log=tmp_path / "server.log") as server:
-        own = partial(ask, client_of(server), 900, 48)
+        own = partial(ask, client_of(server), words(900), 48)
         with ThreadPoolExecutor(8) as pool:
             reports = list(pool.map(partial(own, "burst"), range(8)))
         tokens = [48 - min(after) for one in reports if (after := one["evicted_after"])]
