@@ -14,6 +14,7 @@ Body = dict[str, Any]
 MAX_MODEL_LEN = 2048
 VOCAB_SIZE = 2048
 LARGEST = 64 << 10  # bytes of a body
+JSON = "application/json"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Stands in a body for as many nines: Python writes no integer of more than 4,300 digits.
 DIGITS = "<digits>"
@@ -34,7 +35,7 @@ class Attack:
     path: str
     body: bytes
     expected: Literal["refused", "served", "either"] = "either"
-    headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
+    headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": JSON})
     disconnect_after: int | None = None
 
     def accepts(self, status: int) -> bool:
@@ -75,10 +76,7 @@ UNKNOWN_KEYS = (
 )
 OUR_KEYS = (
     *("kv_policy", "kv_budget", "kv_min_tokens", "kv_application", "kv_top_n", "kv_turns"),
-    "kv_keep",
-    "kv_attend_budget",
-    "kv_turn_mode",
-    "kv_session",
+    *("kv_keep", "kv_attend_budget", "kv_turn_mode", "kv_session"),
 )
 # Fields of both endpoints. A value of `HOSTILE` makes none of them a request for hours of work.
 FIELDS = (
@@ -271,14 +269,8 @@ def _prompts(source: random.Random, kind: str, model: str) -> Attack:
     refused: list[Any] = [[], [VOCAB_SIZE + 9], [2**31], [2**63], [-1], [8] * MAX_MODEL_LEN, [[]]]
     refused += [None, {}, [[8, 2**40]], [8] * 12_000, "word " * 12_000, [[8] * 3000, [8]]]
     other: list[Any] = ["", "\x00", "\ud800", " " * 9000, [True], [8.0], ["a", [8]], [[8], [9]]]
-    other += [
-        "<|begin|><|end|>",
-        [0],
-        [1, 1, 1],
-        ["a"] * 40,
-        [8] * (MAX_MODEL_LEN - 1),
-        "\n" * 60_000,
-    ]
+    other += ["<|begin|><|end|>", [0], [1, 1, 1], ["a"] * 40, [8] * (MAX_MODEL_LEN - 1)]
+    other.append("\n" * 60_000)
     is_refused = source.random() < 0.6
     prompt = source.choice(refused if is_refused else other)
     body = {"model": model, "prompt": prompt, "max_tokens": source.choice([0, 1, 4])}
@@ -315,18 +307,13 @@ def _malformed(source: random.Random, kind: str, model: str) -> Attack:
 
 def _headers(source: random.Random, kind: str, model: str) -> Attack:
     path, body = _body(source, model)
+    kinds = ("text/plain", "application/xml", "", "multipart/form-data; boundary=x")
     headers = source.choice(
         [
-            {"Content-Type": "text/plain"},
-            {"Content-Type": "application/xml"},
-            {"Content-Type": ""},
-            {"Content-Type": "multipart/form-data; boundary=x"},
-            {"Content-Type": "application/json; charset=utf-16"},
-            {"Content-Type": "application/json", "Content-Encoding": "gzip"},
-            {"Content-Type": "application/json", "X-data-parallel-rank": "-1"},
-            {"Content-Type": "application/json", "X-data-parallel-rank": "nan"},
-            {"Content-Type": "application/json", "X-Request-Id": "r" * 7000},
-            {"Content-Type": "application/json", "X-Request-Id": "always the same"},
+            *({"Content-Type": kind} for kind in (*kinds, f"{JSON}; charset=utf-16")),
+            *({"Content-Type": JSON, "X-data-parallel-rank": rank} for rank in ("-1", "nan")),
+            *({"Content-Type": JSON, "X-Request-Id": name} for name in ("r" * 7000, "always one")),
+            {"Content-Type": JSON, "Content-Encoding": "gzip"},
         ]
     )
     return Attack(kind, path, encode(body), headers=headers)

@@ -207,13 +207,7 @@ def _is_encodable(value: Any) -> bool:
 
 
 async def attack_server(
-    server: Server,
-    model: str,
-    seed: int,
-    numbers: range,
-    *,
-    seconds: float,
-    connections: int = 32,
+    server: Server, model: str, seed: int, numbers: range, *, seconds: float, connections: int = 32
 ) -> Findings:
     """Send requests until all are sent or the time is over; then the server must be idle again."""
     connector = aiohttp.TCPConnector(limit=connections)

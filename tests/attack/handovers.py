@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines in this process, and clients that send their requests to both as a router does.
-
-Clients leave at either engine, states are lost, damaged or never fetched, and the pool of the
-engine that decodes is too small for all.
-"""
+"""Two engines in this process, and clients that send their requests to both as a router does."""
 
 from __future__ import annotations
 
@@ -288,11 +284,7 @@ class Router:
 def two_engines(
     model: Path, folder: Path | None, *, blocks: int, **own: Any
 ) -> Iterator[tuple[Side, Side]]:
-    """An engine that prefills with room for all, and one that decodes in a small pool.
-
-    Args:
-        folder: for states; None: over TCP. blocks: of the engine that decodes.
-    """
+    """An engine that prefills with room for all, and one that decodes in a small pool."""
     address = f"127.0.0.1:{free_port()}"
     send: dict[str, Any] = {"folder": str(folder)} if folder else {"listen": address}
     fetch: dict[str, Any] = {"folder": str(folder)} if folder else {"peers": [address]}

@@ -110,11 +110,7 @@ def _machine(variant: str) -> type[SchedulerMachine]:
 
 
 def live(life: Life, done: Done | None = None) -> None:
-    """Run a life; every operation is followed by the machine's invariants.
-
-    Raises:
-        Exception: whatever an operation, an invariant or the end of the life raises.
-    """
+    """Run a life; every operation is followed by the machine's invariants."""
     kind = _machine(life.variant)
     kind.seen.clear()
     kind.done.clear()

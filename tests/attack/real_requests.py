@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real requests through an engine whose pool is too small, aborted in every phase of their lives.
-
-Policies and budgets of their own, shared prefixes, conversations that resume, and drafts; greedy
-and sampled. Every few steps each block is accounted for, and in the end nothing is left.
-"""
+"""Real requests through an engine whose pool is too small, aborted in every phase."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.support import Engine, count_preemptions
+from tests.engine.test_speculation import SPECULATION
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.served_settings import ServedSettings
@@ -27,12 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kv_policy": "pyramidkv",
         "kv_budget": "30%",
         "enable_prefix_caching": True,
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
+        "speculative_config": SPECULATION,
     },
     "solved lengths": {"kv_policy": "xkv", "kv_budget": "40%", "enable_prefix_caching": True},
     "evictions while generating": {
@@ -113,16 +105,9 @@ class Clients:
         source, name = self.source, f"soak{self.sent}"
         self.sent += 1
         talk = None
-        own: dict[str, Any] = source.choice(
-            [
-                {},
-                {},
-                {},
-                {"kv_budget": source.randrange(24, 120)},
-                {"kv_budget": f"{source.randrange(15, 100)}%"},
-                {"kv_policy": "full"},
-            ]
-        )
+        budgets = source.randrange(24, 120), f"{source.randrange(15, 100)}%"
+        settings = [*[{}] * 3, *({"kv_budget": one} for one in budgets), {"kv_policy": "full"}]
+        own: dict[str, Any] = source.choice(settings)
         length = source.choice([1, 16, 33, source.randrange(1, 200), source.randrange(40, 300)])
         prompt = self.prompt(length)
         most = source.choice([1, 20, source.randrange(40, 200)])
@@ -171,14 +156,8 @@ class Clients:
         source = self.source
         fresh = [source.randrange(8, 512) for _ in range(length)]
         shared = [8 + index % 300 for index in range(length)]
-        return source.choice(
-            [
-                fresh,
-                shared,
-                shared[: length // 2] + fresh[length // 2 :],
-                (fresh[:5] * length)[:length],
-            ]
-        )
+        half = shared[: length // 2] + fresh[length // 2 :]
+        return source.choice([fresh, shared, half, (fresh[:5] * length)[:length]])
 
     def step(self) -> None:
         """One step of the engine, behind which some clients leave."""

@@ -41,11 +41,7 @@ def life_of(seed: int, number: int) -> Life:
 def soak(
     seed: int, operations: int, first: int = 0, step: int = 1, shrinking: float = 0.0
 ) -> tuple[Done, list[Failed]]:
-    """Live the lives `first`, `first + step`, ... until `operations` are done.
-
-    Args:
-        shrinking: seconds for which each failing life is cut down.
-    """
+    """Live the lives `first`, `first + step`, ... until `operations` are done."""
     done, failed = Done(), []
     for number in itertools.count(first, step):
         if done.total >= operations:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention over a cache of 8-bit floats: it gets quantised queries, and scorers do not.
-
-Its function and the one that quantises have stand-ins in PyTorch, which check what they get and
-attend with the queries before they were quantised: so outputs are those of our kernels.
-"""
+"""FlashAttention over a cache of 8-bit floats: it gets quantised queries, and scorers do not."""
 
 from __future__ import annotations
 
@@ -160,10 +156,7 @@ def test_lanes(impl: PyramidFlashImpl) -> None:
             held = table[row * HEADS + head]
             keys, values = (
                 (part[held.long(), 0].flatten(0, 1)[:length].float() * scale)
-                for part, scale in (
-                    (view[..., :SIZE], KEY_SCALE),
-                    (view[..., SIZE:], VALUE_SCALE),
-                )
+                for part, scale in ((view[..., :SIZE], KEY_SCALE), (view[..., SIZE:], VALUE_SCALE))
             )
             for place, token in enumerate(own):
                 seen = length - len(own) + place + 1

@@ -46,8 +46,7 @@ class Layer:
         keys, values = torch.cat(new, dim=1)
         slots = lanes.slots(step, self.table)
         ops.reshape_and_cache(
-            *(lanes.as_one_head(keys), lanes.as_one_head(values)),
-            *(self.keys, self.values, slots),
+            *(lanes.as_one_head(keys), lanes.as_one_head(values)), *(self.keys, self.values, slots)
         )
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes on CUDA devices: the numbers of those on the CPU, at addresses that never change.
-
-The kernels are references. Shape legend: L layers, R requests, G KV heads, T tokens of the step, N
-tokens of a lane's block.
-"""
+"""Lanes on CUDA devices: the numbers of those on the CPU, at addresses that never change."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shifted tables of a step: their memory, and what is sent to the device.
-
-The kernel is the reference.
-"""
+"""Shifted tables of a step: their memory, and what is sent to the device."""
 
 from __future__ import annotations
 

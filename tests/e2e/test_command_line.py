@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our flags on vLLM's commands, and what they answer to mistakes.
-
-Mistakes are made in this process, through the function behind the `vllm` command: each would cost
-ten seconds of imports otherwise. A few are made once more with the command itself.
-"""
+"""Our flags on vLLM's commands, and what they answer to mistakes."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from vllm_pyramid.policy import policy_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+Refused = Callable[..., str]
 POLICIES = ", ".join(["auto", *policy_names()])
 BAD_PRESET = """\
 name: mine
@@ -29,7 +27,7 @@ alocator: {kind: uniform}
 
 
 @pytest.fixture
-def vllm_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
+def vllm_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
     """`vllm_error(*arguments)`: the last line that `vllm` writes when it refuses them."""
 
     def run(*arguments: str) -> str:
@@ -69,19 +67,16 @@ def vllm_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         (["--kv-policy", "missing.yaml"], "missing.yaml"),
     ],
 )
-def test_mistakes(vllm_error: object, flags: list[str], reason: str) -> None:
-    assert callable(vllm_error)
+def test_mistakes(vllm_error: Refused, flags: list[str], reason: str) -> None:
     line = vllm_error("serve", "no-such-model", *flags)
     assert line.startswith("vllm serve: error: ")
     assert reason in line
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [(BAD_PRESET, "unknown key 'alocator'"), ("name: [mine\n", "line 2")],
+    ("text", "reason"), [(BAD_PRESET, "unknown key 'alocator'"), ("name: [mine\n", "line 2")]
 )
-def test_mistakes_in_a_preset(vllm_error: object, tmp_path: Path, text: str, reason: str) -> None:
-    assert callable(vllm_error)
+def test_mistakes_in_a_preset(vllm_error: Refused, tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     line = vllm_error("serve", "no-such-model", "--kv-policy", str(path))
@@ -118,8 +113,7 @@ def test_a_flag_and_other_additional_settings_go_together(random_model: Path) ->
         ["run-batch", "-i", "a", "-o", "b"],
     ],
 )
-def test_other_commands_have_the_flags(vllm_error: object, command: list[str]) -> None:
-    assert callable(vllm_error)
+def test_other_commands_have_the_flags(vllm_error: Refused, command: list[str]) -> None:
     line = vllm_error(*command, "--kv-policy", "pyramidkv", "--kv-budget", "120%")
     assert "120%" in line
 

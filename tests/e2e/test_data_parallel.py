@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.e2e.conftest import check_answers
 from tests.plumbing.one_device import (
     LENGTHS,
     Answers,
@@ -40,26 +41,11 @@ SELECTED = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data-parallel")
-
-
-@pytest.fixture(scope="module")
-def one_device(random_model: Path, folder: Path) -> Answers:
-    return answers_of_one_device(random_model, folder / "one")
-
-
-@pytest.fixture(scope="module")
 def server(random_model: Path, folder: Path, one_device: Answers) -> Iterator[Server]:
     with serving(
         random_model, *flags(folder / "two"), *REPLICAS, log=folder / "server.log"
     ) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return client_of(server)
 
 
 def test_each_replica_does_what_one_device_does(
@@ -89,12 +75,10 @@ def test_each_replica_does_what_one_device_does(
 
 
 def _check_answers(client: openai.OpenAI, model: Path, one_device: Answers) -> None:
-    """Send each replica its prompts: tokens and reports are those of one device."""
+    """Send each replica its prompts."""
     for replica, lengths in SENT.items():
-        for length in lengths:
-            rank = {"X-data-parallel-rank": str(replica)}
-            answer = complete(client, model, length, extra_headers=rank)
-            assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+        rank = {"X-data-parallel-rank": str(replica)}
+        check_answers(client, model, one_device, lengths, extra_headers=rank)
 
 
 def _wait_until_idle(server: Server) -> dict[int, dict[str, dict[int, float]]]:
@@ -177,10 +161,7 @@ def test_all_turns_of_a_session_go_to_one_replica(
 def test_killing_a_replica_ends_the_server(
     server: Server, client: openai.OpenAI, random_model: Path
 ) -> None:
-    """The other replica is stopped: its answers end where they are, or have ended by then.
-
-    The last test of the server.
-    """
+    """The other replica is stopped: its answers end where they are, or have ended by then."""
     processes = {name: pid for pid, name in members(server.process.pid)}
     assert "VLLM::EngineCore_DP1" in processes
     replica = processes["VLLM::EngineCore_DP0"]

@@ -31,12 +31,7 @@ TICKET = {"do_remote_prefill": True, "pyramid_state": "a" * 32}
 
 
 class StandIns:
-    """Engines without a model, which note what they are asked.
-
-    Attributes:
-        asked: host and body of each request. first: what prefilling engines answer.
-        gone: hosts that do not answer.
-    """
+    """Engines without a model, which note what they are asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -224,6 +219,14 @@ def _routing(prefill: Server, *decode: Server) -> Iterator[str]:
     thread.join()
 
 
+def _model(url: str) -> str:
+    return str(httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
+
+
+def _post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> Any:
+    return httpx.post(url + path, json=body, timeout=60).json()
+
+
 def _handed(server: Server) -> dict[str, float]:
     found = re.findall(
         r'vllm_pyramid:handed_total\{.*reason="(\w+)"\} (\S+)', server.metrics_text()
@@ -249,15 +252,15 @@ def _streamed(url: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def test_two_servers_answer_as_one(servers: tuple[Server, Server], router: str) -> None:
     """Completions and chats, whole and streamed, with usage and report of one engine."""
     _, decoder = servers
-    model = httpx.get(f"{router}/v1/models").json()["data"][0]["id"]
+    model = _model(router)
     common = {"model": model, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     chat = [{"role": "user", "content": PROMPT}]
     for path, body in (
         ("/v1/completions", {**common, "prompt": PROMPT}),
         ("/v1/chat/completions", {**common, "messages": chat}),
     ):
-        alone = httpx.post(decoder.url + path, json=body, timeout=60).json()
-        together = httpx.post(router + path, json=body, timeout=60).json()
+        alone = _post(decoder.url, body, path)
+        together = _post(router, body, path)
         report, own = together["kv_transfer_params"], alone["kv_transfer_params"]
         assert report.pop("handed") == {"tokens": own["prompt_tokens"]}
         assert report == own
@@ -276,10 +279,7 @@ def test_two_servers_answer_as_one(servers: tuple[Server, Server], router: str) 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_engines_are_killed_among_requests(random_model: Path, tmp_path: Path) -> None:
-    """First one of two that decode, then the one that prefills: all answers are one engine's.
-
-    Nothing stays with the engines that live on, and states that no engine fetches are dropped.
-    """
+    """First one of two that decode, then the one that prefills: all answers are one engine's."""
     address, ttl_s = f"127.0.0.1:{free_port()}", 5.0
     to_fetch = {"peers": [address], "wait_s": 2}
     roles: list[tuple[str, dict[str, Any]]] = [
@@ -294,12 +294,8 @@ def test_engines_are_killed_among_requests(random_model: Path, tmp_path: Path) -
             for number, (role, own) in enumerate(roles)
         )
         url = stack.enter_context(_routing(prefill, first, second)) + "/v1/completions"
-        common = {
-            "model": httpx.get(f"{second.url}/v1/models").json()["data"][0]["id"],
-            "max_tokens": 40,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        common = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        common["model"] = _model(second.url)
         bodies = [{**common, "prompt": f"{number} {PROMPT}"} for number in range(12)]
 
         def ask(number: int, to: str = url) -> str | None:
@@ -309,8 +305,7 @@ def test_engines_are_killed_among_requests(random_model: Path, tmp_path: Path) -
         alone = [ask(number, second.url + "/v1/completions") for number in range(len(bodies))]
         first_token = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
         unused = [  # clients that go away with their tickets
-            httpx.post(f"{prefill.url}/v1/completions", json=body | first_token, timeout=60).json()
-            for body in bodies[:4]
+            _post(prefill.url, body | first_token) for body in bodies[:4]
         ]
         states = [one["kv_transfer_params"]["pyramid_state"] for one in unused]
 
@@ -363,15 +358,15 @@ def _is_idle(server: Server, seconds: float) -> bool:
 @pytest.mark.long
 def test_a_stop_string_in_the_first_token(servers: tuple[Server, Server], router: str) -> None:
     _, decoder = servers
-    model = httpx.get(f"{router}/v1/models").json()["data"][0]["id"]
+    model = _model(router)
     body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    whole = httpx.post(f"{decoder.url}/v1/completions", json=body, timeout=60).json()
+    whole = _post(decoder.url, body)
     text = whole["choices"][0]["text"]
     assert len(text) > 3
     for stop in (text[:1], text[1:3]):
         own = {**body, "stop": [stop]}
-        alone = httpx.post(f"{decoder.url}/v1/completions", json=own, timeout=60).json()
-        together = httpx.post(f"{router}/v1/completions", json=own, timeout=60).json()
+        alone = _post(decoder.url, own)
+        together = _post(router, own)
         assert together["choices"] == alone["choices"]
         assert together["usage"] == alone["usage"]
 
@@ -380,14 +375,8 @@ def test_a_stop_string_in_the_first_token(servers: tuple[Server, Server], router
 @pytest.mark.long
 def test_several_answers_are_refused_with_a_ticket(servers: tuple[Server, Server]) -> None:
     sender, _ = servers
-    body = {
-        "model": "x",
-        "prompt": "x",
-        "max_tokens": 1,
-        "n": 2,
-        "kv_transfer_params": {"do_remote_decode": True},
-    }
-    body["model"] = httpx.get(f"{sender.url}/v1/models").json()["data"][0]["id"]
+    body = {"model": _model(sender.url), "prompt": "x", "max_tokens": 1, "n": 2}
+    body["kv_transfer_params"] = {"do_remote_decode": True}
     answer = httpx.post(f"{sender.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert "send n requests" in answer.text
@@ -398,16 +387,16 @@ def test_several_answers_are_refused_with_a_ticket(servers: tuple[Server, Server
 def test_when_the_engine_that_prefills_dies(servers: tuple[Server, Server], router: str) -> None:
     """Behind a ticket, and before one: the other computes the prompt, and says why. Last here."""
     sender, decoder = servers
-    model = httpx.get(f"{router}/v1/models").json()["data"][0]["id"]
+    model = _model(router)
     body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    alone = httpx.post(f"{decoder.url}/v1/completions", json=body, timeout=60).json()
+    alone = _post(decoder.url, body)
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    ticket = httpx.post(f"{sender.url}/v1/completions", json=first, timeout=60).json()
+    ticket = _post(sender.url, first)
     sender.kill()
     late = {**body, "kv_transfer_params": ticket["kv_transfer_params"]}
-    found = httpx.post(f"{decoder.url}/v1/completions", json=late, timeout=60).json()
+    found = _post(decoder.url, late)
     assert found["choices"] == alone["choices"]
     assert "cannot be reached" in found["kv_transfer_params"]["handed"]["because"]
-    again = httpx.post(f"{router}/v1/completions", json=body, timeout=60).json()
+    again = _post(router, body)
     assert again["choices"] == alone["choices"]
     assert _handed(decoder)["unreachable"] == 1

@@ -43,6 +43,10 @@ def server(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield running
 
 
+def openai_of(server: Server, key: str = KEYS[0]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
 class Answer(NamedTuple):
     """What an endpoint has answered.
 
@@ -186,11 +190,8 @@ def test_a_session_and_why_it_resumed_no_more(client: Client) -> None:
 def test_a_stop_string_leaves_the_report(client: Client) -> None:
     question = f"{client.endpoint} stops: {TEXT * 2}"
     answer = client.ask(question)
-    if client.endpoint == "responses":
-        body: dict[str, Any] = {"stop": [answer.text[5:8]]}
-    else:
-        name = "stop_sequences" if client.endpoint == "messages" else "stop"
-        body = {name: [answer.text[5:8]]}
+    name = "stop_sequences" if client.endpoint == "messages" else "stop"
+    body = {name: [answer.text[5:8]]}
     for streamed in (False, True):
         stopped = client.ask(question, stream=streamed, **body)
         assert stopped.text == answer.text[: answer.text.index(answer.text[5:8])]
@@ -223,7 +224,7 @@ def test_the_clients_see_reports_of_streams(server: Server, random_model: Path) 
     """What OpenAI's and Anthropic's clients give their users, with headers as these send them."""
     named, model = {"X-KV-Session": "sdk", "X-KV-Budget": "300"}, str(random_model)
     messages: Any = [{"role": "user", "content": TEXT * 2}]
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as asked:
+    with openai_of(server) as asked:
         stream: Any = asked.chat.completions.create(
             model=model, messages=messages, max_tokens=4, stream=True, extra_headers=named
         )
@@ -251,7 +252,7 @@ def test_a_system_prompt_as_agents_send_it(server: Server, random_model: Path) -
     function = {"name": "look", "parameters": schema}
     tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
     tools["tool_choice"] = "none"
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+    with openai_of(server) as client:
         system, model = TEXT * 4, str(random_model)
         question: Any = {"role": "user", "content": TEXT}
         chat: Any = [{"role": "system", "content": system}, question]
@@ -290,7 +291,7 @@ def test_a_line_that_changes_with_each_request(server: Server, random_model: Pat
     """The model does not see it, so its session resumes as if it had never been there."""
     reports = []
     question, more = f"anchored: {TEXT * 2}", f"And {TEXT}"
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+    with openai_of(server) as client:
         said: list[Any] = []
         for number, text in enumerate((question, more)):
             line = f"Request id: {number}\n" if number else ""
@@ -319,8 +320,8 @@ def test_a_line_that_changes_with_each_request(server: Server, random_model: Pat
 
 def test_what_users_get_wrong(server: Server, random_model: Path) -> None:
     """Each mistake is answered with its reason, by the status that the clients raise."""
-    model = str(random_model)
-    messages: Any = [{"role": "user", "content": TEXT}]
+    common: dict[str, Any] = {"model": str(random_model), "max_tokens": 4}
+    common["messages"] = [{"role": "user", "content": TEXT}]
     wrong: tuple[tuple[dict[str, str], dict[str, Any], str], ...] = (
         ({"X-KV-Sesion": "a"}, {}, "X-KV-Session"),
         ({"X-KV-Turn-Mode": "fast", "X-KV-Session": "a"}, {}, "auto, resume or exact"),
@@ -328,23 +329,17 @@ def test_what_users_get_wrong(server: Server, random_model: Path) -> None:
         ({"X-KV-Turn-Mode": "auto"}, {}, "send kv_turns or kv_session"),
         ({}, {"kv_session": "a"}, "put it into vllm_xargs"),
     )
-    asked = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0)
+    asked = openai_of(server)
     said = anthropic.Anthropic(base_url=server.url, auth_token=KEYS[0], max_retries=0)
     creates: tuple[Any, ...] = (asked.chat.completions.create, said.messages.create)
     for headers, body, reason in wrong:
         for create in creates:
             with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as raised:
-                create(
-                    model=model,
-                    messages=messages,
-                    max_tokens=4,
-                    extra_headers=headers,
-                    extra_body=body,
-                )
+                create(**common, extra_headers=headers, extra_body=body)
             assert reason in str(raised.value)
-    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    stranger = openai_of(server, "wrong")
     with pytest.raises(openai.AuthenticationError):
-        stranger.chat.completions.create(model=model, messages=messages, max_tokens=4)
+        stranger.chat.completions.create(**common)
     for client in (asked, said, stranger):
         client.close()
 

@@ -17,26 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import check_answers
 from tests.plumbing.kv_events import Subscriber, blocks
-from tests.plumbing.one_device import (
-    LENGTHS,
-    PROMPTS,
-    Answers,
-    answers_of_one_device,
-    client_of,
-    complete,
-    flags,
-)
+from tests.plumbing.one_device import LENGTHS, PROMPTS, Answers, client_of, flags
 from tests.plumbing.server import Server, free_port, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 BLOCK = 16  # tokens: with a policy the default on a CPU
 PLACE = ("--data-parallel-size", "4", "--data-parallel-size-local", "2", "--api-server-count", "1")
-
-
-@pytest.fixture(scope="module")
-def one_device(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return answers_of_one_device(random_model, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +40,8 @@ def subscribers() -> Iterator[list[Subscriber]]:
 
 @pytest.fixture(scope="module")
 def servers(
-    random_model: Path,
-    one_device: Answers,
-    subscribers: list[Subscriber],
-    tmp_path_factory: pytest.TempPathFactory,
+    random_model: Path, one_device: Answers, subscribers: list[Subscriber], folder: Path
 ) -> Iterator[list[Server]]:
-    folder = tmp_path_factory.mktemp("balanced")
     config = json.dumps(asdict(subscribers[0].config))
     meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
     with ExitStack() as stack:
@@ -79,10 +63,8 @@ def test_each_front_end_answers_for_its_replicas(
 ) -> None:
     """As one device does, and counts what its own replicas did."""
     for number, server in enumerate(servers):
-        client, sent = client_of(server), LENGTHS[number:]
-        for length in sent:
-            answer = complete(client, random_model, length)
-            assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+        sent = LENGTHS[number:]
+        check_answers(client_of(server), random_model, one_device, sent)
         by_engine = server.metrics_by_engine()
         assert set(by_engine) == {2 * number, 2 * number + 1}
         evicting = [length for length in sent if one_device[length][1]["evicted_tokens"]]

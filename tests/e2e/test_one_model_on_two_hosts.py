@@ -12,15 +12,9 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.conftest import check_answers
 from tests.plumbing.hosts import Cable, Host, ServerOnHost, needs_two_hosts, two_hosts
-from tests.plumbing.one_device import (
-    LENGTHS,
-    Answers,
-    answers_of_one_device,
-    complete,
-    flags,
-    kept,
-)
+from tests.plumbing.one_device import LENGTHS, Answers, answers_of_one_device, complete, flags, kept
 
 pytestmark = needs_two_hosts()
 
@@ -36,11 +30,6 @@ class Served:
     cable: Cable
     server: ServerOnHost
     traces: Path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +78,7 @@ def test_two_hosts_do_what_one_device_does(
     served: Served, random_model: Path, folder: Path, one_device: Answers
 ) -> None:
     assert any("Worker" in name for name in served.other.processes().values())
-    client = served.server.client()
-    for length in LENGTHS:
-        answer = complete(client, random_model, length)
-        assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+    check_answers(served.server.client(), random_model, one_device)
     assert kept(served.traces) == kept(folder / "one")
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method that fails in one of two ranks alone: the other one does not wait for it for ever.
-
-vLLM's executor waits 300 seconds for the rank that answers it, and hears of no exception elsewhere.
-"""
+"""A method that fails in one of two ranks alone: the other one does not wait for it for ever."""
 
 from __future__ import annotations
 

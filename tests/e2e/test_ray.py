@@ -14,16 +14,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.plumbing.one_device import (
-    LENGTHS,
-    Answers,
-    answers_of_one_device,
-    check_death,
-    client_of,
-    complete,
-    flags,
-    kept,
-)
+from tests.e2e.conftest import check_answers
+from tests.plumbing.one_device import LENGTHS, Answers, check_death, flags, kept
 from tests.plumbing.ray_head import RayHead, ray_head
 from tests.plumbing.server import Server, serving
 
@@ -34,16 +26,6 @@ pytestmark = [
         importlib.util.find_spec("ray") is None, reason="needs the extra `ray`: make ray"
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ray")
-
-
-@pytest.fixture(scope="module")
-def one_device(random_model: Path, folder: Path) -> Answers:
-    return answers_of_one_device(random_model, folder / "one")
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +49,11 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return client_of(server)
-
-
 def test_two_ranks_do_what_one_device_does(
-    client: openai.OpenAI,
-    random_model: Path,
-    folder: Path,
-    head: RayHead,
-    one_device: Answers,
+    client: openai.OpenAI, random_model: Path, folder: Path, head: RayHead, one_device: Answers
 ) -> None:
     assert len(head.workers()) == 2
-    for length in LENGTHS:
-        answer = complete(client, random_model, length)
-        assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+    check_answers(client, random_model, one_device)
     files = sorted(path.stem.partition("-rank")[2] for path in (folder / "two").glob("*.npz"))
     assert files == ["0"] * len(LENGTHS) + ["1"] * len(LENGTHS)
     assert kept(folder / "two") == kept(folder / "one")

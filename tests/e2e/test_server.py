@@ -25,18 +25,9 @@ LAYERS = 8
 BLOCK = 16
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 FLAGS = (
-    "--kv-policy",
-    "pyramidkv",
-    "--kv-min-tokens",
-    "0",
-    "--enforce-eager",
-    "--enable-prompt-tokens-details",
-    "--max-model-len",
-    "2048",
-    "--max-num-seqs",
-    "16",
-    "--kv-cache-memory-bytes",
-    str(256 << 20),
+    *("--kv-policy", "pyramidkv", "--kv-min-tokens", "0", "--enable-prompt-tokens-details"),
+    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"),
+    *("--kv-cache-memory-bytes", str(256 << 20)),
 )
 WRONG = [
     ({"kv_policy": "snapkv"}, "'snapkv' is not served here: a request may ask for 'pyramidkv'"),
@@ -64,6 +55,10 @@ def server(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
+    return client_of(server)
+
+
+def client_of(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
@@ -218,15 +213,13 @@ def test_two_front_ends(random_model: Path, tmp_path: Path) -> None:
     with serving(random_model, *flags, log=tmp_path / "server.log") as server:
         reports = []
         for _ in range(10):  # a client each: a connection each, so both front ends take part
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-            with client, pytest.raises(openai.BadRequestError, match="at least 9"):
-                _complete(client, str(random_model), **_xargs(kv_budget=3))
-            for refused, reason in FORBIDDEN:
-                client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-                with client, pytest.raises(openai.BadRequestError, match=reason):
+            for refused, reason in ({"kv_budget": 3}, "at least 9"), *FORBIDDEN:
+                with (
+                    client_of(server) as client,
+                    pytest.raises(openai.BadRequestError, match=reason),
+                ):
                     _complete(client, str(random_model), **_xargs(**refused))
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-            with client:
+            with client_of(server) as client:
                 reports.append(_complete(client, str(random_model)).kv_transfer_params)
         metrics = _wait_until_idle(server)
         expected = (
@@ -253,7 +246,7 @@ def test_what_stays_of_every_chat(random_model: Path, tmp_path: Path) -> None:
     ]
     with (
         serving(random_model, *FLAGS, *keep, log=tmp_path / "server.log") as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client_of(server) as client,
     ):
         arguments: dict[str, Any] = {"model": str(random_model), "max_tokens": 4}
 
@@ -317,8 +310,7 @@ def test_no_other_flag_is_needed(random_model: Path, tmp_path: Path) -> None:
     flags = ("--kv-policy", "pyramidkv", "--kv-budget", "64")
     settings: dict[str, Any] = {"unset": ("OMP_NUM_THREADS",), "fresh": True}
     with serving(random_model, *flags, log=log, **settings) as server:
-        url = f"{server.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        with client_of(server) as client:
             _check_report(_complete(client, str(random_model)).kv_transfer_params, 64)
             _check_that_others_stay_hidden(client, str(random_model))
         text = log.read_text()
@@ -357,7 +349,7 @@ def test_prompts_longer_than_the_cache(random_model: Path, tmp_path: Path) -> No
         *("--enforce-eager", "--max-num-seqs", "4", "--enable-prompt-tokens-details"),
         log=tmp_path / "server.log",
     ) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = client_of(server)
         (model,) = client.models.list().data
         assert model.max_model_len == 8192
         prompt = [8 + i % 500 for i in range(8000)]

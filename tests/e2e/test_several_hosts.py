@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two replicas on two hosts behind one server, started as docs/parallel.md says, until one is lost.
-
-The hosts are namespaces of the kernel, joined by a cable; everything computes on the CPU.
-"""
+"""Two replicas on two hosts (namespaces of the kernel) behind one server, until one is lost."""
 
 from __future__ import annotations
 
@@ -16,15 +13,9 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.conftest import check_answers
 from tests.plumbing.hosts import Host, ServerOnHost, needs_two_hosts, two_hosts
-from tests.plumbing.one_device import (
-    LENGTHS,
-    Answers,
-    answers_of_one_device,
-    complete,
-    flags,
-    kept,
-)
+from tests.plumbing.one_device import LENGTHS, Answers, complete, flags, kept
 
 pytestmark = needs_two_hosts()
 
@@ -61,21 +52,8 @@ def test_only_the_cable_joins_the_hosts(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
-
-
-@pytest.fixture(scope="module")
-def one_device(random_model: Path, folder: Path) -> Answers:
-    return answers_of_one_device(random_model, folder / "one")
-
-
-@pytest.fixture(scope="module")
 def replicas(
-    random_model: Path,
-    folder: Path,
-    one_device: Answers,
-    tmp_path_factory: pytest.TempPathFactory,
+    random_model: Path, folder: Path, one_device: Answers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     with two_hosts(tmp_path_factory.getbasetemp()) as (one, other, _):
         both = (
@@ -102,9 +80,7 @@ def test_each_host_does_what_one_device_does(
     assert "VLLM::EngineCore_DP1" in replicas.other.processes().values()
     client = replicas.server.client()
     for replica in (0, 1):
-        for length in LENGTHS:
-            answer = complete(client, random_model, length, extra_headers=_of(replica))
-            assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+        check_answers(client, random_model, one_device, extra_headers=_of(replica))
     expected = kept(folder / "one")
     assert kept(folder / "two") == {length: heads * 2 for length, heads in expected.items()}
 
@@ -112,8 +88,7 @@ def test_each_host_does_what_one_device_does(
 def test_the_other_replica_goes_on(
     replicas: Served, random_model: Path, one_device: Answers
 ) -> None:
-    """The last test of these hosts. vLLM does not see that a replica on another host is gone: a
-    request to it ends when its client gives up."""
+    """The last test here: vLLM does not see the loss, so its requests end when clients give up."""
     many = {"max_tokens": 1500, "n": 8, "temperature": 1}
     lost, client = replicas.server.client(10), replicas.server.client()
     stream = complete(lost, random_model, LENGTHS[0], stream=True, extra_headers=_of(1), **many)
@@ -125,6 +100,4 @@ def test_the_other_replica_goes_on(
         list(stream)
     print(f"the client gave up after {time.monotonic() - start:.1f} s")
     assert replicas.server.process.poll() is None
-    for length in LENGTHS:
-        answer = complete(client, random_model, length, extra_headers=_of(0))
-        assert (answer.choices[0].token_ids, answer.kv_transfer_params) == one_device[length]
+    check_answers(client, random_model, one_device, extra_headers=_of(0))

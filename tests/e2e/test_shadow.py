@@ -39,24 +39,33 @@ def shadow_of(server: Server, application: str, method: str = "GET") -> Any:
     return next(row for row in found["applications"] if row["application"] == application)
 
 
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def words(count: int) -> str:
+    return build_prompt(model_path(), count)[0]
+
+
+def ask(
+    client: openai.OpenAI, prompt: str, tokens: int, application: str, number: int, **settings: Any
+) -> dict[str, Any]:
+    """Send a prompt of an application; the report."""
+    settings["kv_application"] = application
+    answer: Any = client.completions.create(
+        model=str(model_path()),
+        prompt=f"Number {number} of {application}. {prompt}",
+        max_tokens=tokens,
+        temperature=0,
+        extra_body={"ignore_eos": True, "vllm_xargs": settings},
+    )
+    report: dict[str, Any] = answer.kv_transfer_params
+    return report
+
+
 def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
     with serving(model_path(), *FLAGS, log=tmp_path / "server.log") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-        def ask(application: str, number: int, **settings: Any) -> dict[str, Any]:
-            prompt, _ = build_prompt(model_path(), 500 + 40 * number)
-            answer: Any = client.completions.create(
-                model=str(model_path()),
-                prompt=f"Number {number} of {application}. {prompt}",
-                max_tokens=32,
-                temperature=0,
-                extra_body={
-                    "ignore_eos": True,
-                    "vllm_xargs": {"kv_application": application, **settings},
-                },
-            )
-            report: dict[str, Any] = answer.kv_transfer_params
-            return report
+        client = client_of(server)
 
         def compared(application: str, count: int) -> dict[str, Any]:
             """Return what is known of `count` answers, or when the policy is given up."""
@@ -69,16 +78,17 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
             raise AssertionError(row)
 
         for number in range(4):
-            report = ask("bad", number)
+            report = ask(client, words(500 + 40 * number), 32, "bad", number)
             assert report["kv_policy"] == "random" and "kv_shadow" not in report
             row = compared("bad", number + 1)
         assert row["runs_full"], row
-        report = ask("bad", 4)
+        report = ask(client, words(660), 32, "bad", 4)
         assert report["kv_policy"] == "full" and report["kv_shadow"] == "full"
         assert report["evicted_tokens"] == 0
 
         for number in range(5):
-            assert ask("good", number, kv_budget="90%")["kv_policy"] == "random"
+            report = ask(client, words(500 + 40 * number), 32, "good", number, kv_budget="90%")
+            assert report["kv_policy"] == "random"
             row = compared("good", number + 1)
         assert not row["runs_full"] and row["agreement"] > 0.85
 
@@ -89,33 +99,20 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
         assert 'shadow_requests_total{application="bad",cache="evicted"} 4.0' in metrics
 
         assert shadow_of(server, "bad", "DELETE") == {"restored": 1}
-        assert ask("bad", 5)["kv_policy"] == "random"
+        assert ask(client, words(700), 32, "bad", 5)["kv_policy"] == "random"
 
 
 def test_under_pressure_evicted_answers_alone_are_replayed(tmp_path: Path) -> None:
     """A burst in a pool for three prompts, then a request that has it for itself."""
     flags = [*FLAGS[:-1], str(12 << 20), "--max-model-len", "1024", "--kv-evict", "pressure"]
     with serving(model_path(), *flags, log=tmp_path / "server.log") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        prompt, _ = build_prompt(model_path(), 900)
-
-        def ask(application: str, number: int) -> dict[str, Any]:
-            answer: Any = client.completions.create(
-                model=str(model_path()),
-                prompt=f"Number {number} of {application}. {prompt}",
-                max_tokens=48,
-                temperature=0,
-                extra_body={"ignore_eos": True, "vllm_xargs": {"kv_application": application}},
-            )
-            report: dict[str, Any] = answer.kv_transfer_params
-            return report
-
+        own = partial(ask, client_of(server), words(900), 48)
         with ThreadPoolExecutor(8) as pool:
-            reports = list(pool.map(partial(ask, "burst"), range(8)))
+            reports = list(pool.map(partial(own, "burst"), range(8)))
         tokens = [48 - min(after) for one in reports if (after := one["evicted_after"])]
         print(reports[0]["blocks_before"], [one["evicted_after"] for one in reports])
         assert len(tokens) >= 3, "fewer requests were evicted than the judge needs"
-        assert ask("alone", 9)["evicted_after"] == []
+        assert own("alone", 9)["evicted_after"] == []
         sample = 'shadow_requests_total{application="burst",cache="evicted"}'
         end = time.monotonic() + 120
         while f"{sample} {len(tokens)}.0" not in (metrics := server.metrics_text()):

@@ -90,7 +90,7 @@ def test_with_a_policy(results: dict[str, dict[str, Any]]) -> None:
     evicting = results["pyramidkv"]
     assert evicting["platform"].startswith("vllm_pyramid.") and evicting["block_size"] == 16
     assert {f"vllm_pyramid.{name}" for name in INERT} - set(evicting["modules"]) == {
-        "vllm_pyramid.scheduler.scheduler",  # it is in the engine's own process
+        "vllm_pyramid.scheduler.scheduler"  # it is in the engine's own process
     }
     reports = [output["report"] for output in evicting["outputs"][len(LENGTHS) :]]
     assert [report["prompt_tokens"] for report in reports] == list(LENGTHS)

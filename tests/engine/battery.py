@@ -139,10 +139,7 @@ TAILS = (260, 17, 220, 5, 170, 90, 1, 120, 33, 200, 64, 150)
 
 
 def preempted_is_not_preempted(bench: Bench) -> None:
-    """In a pool for the longest of many, in which all start that fit.
-
-    Who comes back may find its own prompt, or what it shares with others; two are aborted.
-    """
+    """In a pool for the longest of many, in which all start that fit."""
     engine = bench.engine
     tokens = max(60, 2 * engine.block_size)
     trunk, *tails = random_prompts((40, *TAILS), seed=6)
@@ -176,10 +173,7 @@ def aborted_anywhere_leaves_nothing(bench: Bench) -> None:
 
 
 def sleep_changes_nothing(bench: Bench) -> None:
-    """`sleep(1, mode="keep")` drops the cache under running requests: all is computed again.
-
-    A CPU worker keeps its memory, so it is filled with what was never there.
-    """
+    """`sleep(1, mode="keep")` drops the cache under running requests: all is computed again."""
     engine, steps = bench.engine, itertools.count(1)
     worker = engine.core.model_executor.driver_worker.worker
     slept = []

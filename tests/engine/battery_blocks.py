@@ -32,7 +32,7 @@ def nan_ends_one_request(bench: Bench) -> None:
             if poisoned or request.num_prompt_tokens != 400 or not request.num_computed_tokens:
                 continue
             poisoned.append(request.request_id)
-            for layer in attention_layers(engine):
+            for layer in engine.attention_layers(evicting=True):
                 manager = manager_of(engine, layer)
                 at = (request.num_computed_tokens - 1) // manager.block_size
                 at *= engine.tables_per_layer
@@ -50,15 +50,6 @@ def nan_ends_one_request(bench: Bench) -> None:
     bench.check_same(engine.run(fresh(jobs)), alone)  # in blocks that hold NaN
 
 
-def attention_layers(engine: Engine) -> list[Any]:
-    layers = engine.core.vllm_config.compilation_config.static_forward_context.values()
-    return [
-        layer
-        for layer in layers
-        if getattr(getattr(layer, "impl", None), "context", None) is not None
-    ]
-
-
 def manager_of(engine: Engine, layer: Any) -> Any:
     """The manager of a layer's tables: of one, or of each of its KV heads in turn."""
     return engine.coordinator.layer_managers[layer.impl.context.layer]
@@ -71,7 +62,7 @@ def a_raising_scorer_ends_one_request(bench: Bench) -> None:
     alone = [engine.run([job])[0] for job in jobs]
     inner = bench.policy.inner_policy
     names = {type(scorer): "scores"} | ({type(inner.scorer): "scores"} if inner else {})
-    hooks = attention_layers(engine)[0].impl.context.hooks
+    hooks = engine.attention_layers(evicting=True)[0].impl.context.hooks
     for own in (hooks.scorer, hooks.scorer_inside):
         if own is not None:
             names[type(own)] = "score"

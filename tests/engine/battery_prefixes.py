@@ -100,11 +100,7 @@ def salts_are_apart(bench: Bench) -> None:
 
 
 def _talk(bench: Bench, salts: Callable[[], str], like: Sequence[Outcome] = ()) -> list[Outcome]:
-    """Four turns, one of them short, and the third once more.
-
-    Args:
-        like: of a run whose answers these turns go on from.
-    """
+    """Four turns, one of them short, and the third once more."""
     tokens: list[int] = []
     turns: list[int] = []
     outcomes: list[Outcome] = []

@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.conversations import traces
 from tests.engine.matrix import ENGINE, WHOLE, Case
 from tests.engine.oracles import EvictedModel
@@ -45,12 +47,7 @@ def fresh(jobs: Sequence[Job]) -> list[Job]:
 
 @dataclass
 class Bench:
-    """A running engine, and what its answers are compared with.
-
-    Attributes:
-        folder: of its traces. path: of its model.
-        full: the answers of an engine of the policy `full` to `edge_jobs`; None: of another model.
-    """
+    """A running engine, and what its answers are compared with."""
 
     engine: Engine
     case: Case
@@ -110,11 +107,7 @@ class Bench:
         kept: bool = True,
         again: bool = False,
     ) -> None:
-        """Check tokens up to near ties, reports and kept positions without exception.
-
-        Args:
-            kept: whether the same evictions were computed. again: whether tokens were, twice.
-        """
+        """Check tokens up to near ties, reports and kept positions without exception."""
         assert_same_tokens(found, expected, self.case.near)
         own = OF_CHUNKS | OF_COMPUTING if again else OF_CHUNKS
         ours, theirs = (
@@ -129,27 +122,23 @@ class Bench:
 @contextmanager
 def small_pool(engine: Engine, blocks: int) -> Iterator[None]:
     """Leave `blocks` blocks in the pool, and start whatever fits; what was cached is gone."""
-    pool, scheduler = engine.pool, engine.scheduler
-    admission, size = scheduler.pyramid.chunks.admission, pool.num_gpu_blocks
+    pool = engine.pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
-    pool.num_gpu_blocks = blocks + 1
-    scheduler.pyramid.chunks.admission = None
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pool, "num_gpu_blocks", blocks + 1)
+            patch.setattr(engine.scheduler.pyramid.chunks, "admission", None)
+            yield
     finally:
-        scheduler.pyramid.chunks.admission, pool.num_gpu_blocks = admission, size
         pool.free_blocks(taken)
 
 
 @contextmanager
 def step_tokens(engine: Engine, tokens: int) -> Iterator[None]:
     """Give the steps of the live scheduler at most `tokens` tokens."""
-    scheduler = engine.scheduler
-    before, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, tokens
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.scheduler, "max_num_scheduled_tokens", tokens)
         yield
-    finally:
-        scheduler.max_num_scheduled_tokens = before
 
 
 def edge_jobs(tokens: int = 12, **own: Any) -> list[Job]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
+from tests.engine.oracles import check_log_probabilities
 from tests.engine.paper import HuggingFaceModel, keep_best, window_importance
 from tests.engine.support import Outcome, kept_at_evictions
 
@@ -48,7 +48,4 @@ def check_decoding(model: HuggingFaceModel, outcome: Outcome, traces: Path) -> N
     if outcome.report["evicted_tokens"]:
         kept = check_kept(model, outcome, traces)
     rows = model.forward([*prompt, *outcome.token_ids[:-1]], len(prompt), kept)
-    rows = rows[len(prompt) - 1 :]
-    for row, token, found in zip(rows, outcome.token_ids, outcome.logprobs, strict=True):
-        assert found[token] == pytest.approx(float(row[token]), abs=1e-3)
-        assert float(row.max() - row[token]) < 1e-3
+    check_log_probabilities(rows[len(prompt) - 1 :], outcome, 1e-3)

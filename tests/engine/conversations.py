@@ -41,11 +41,6 @@ class Rows:
             self.seen[row] = content
 
 
-def cached_tokens(outcomes: Sequence[Outcome]) -> list[int]:
-    """Of each request, tokens of its prompt that were in the cache."""
-    return [outcome.output.num_cached_tokens for outcome in outcomes]
-
-
 def traces(folder: Path, outcomes: Sequence[Outcome]) -> list[list[bytes]]:
     """What every request kept, in the order of the requests."""
     found = []
@@ -74,12 +69,7 @@ def talk(
     like: Sequence[Outcome] = (),
     **own: Any,
 ) -> list[Outcome]:
-    """A conversation, turn by turn; what a response says goes into the next request.
-
-    Args:
-        own: further settings of each request.
-        like: the outcomes of another engine, whose responses go there in place of this one's.
-    """
+    """A conversation, turn by turn; what a response says goes into the next request."""
     tokens: list[int] = []
     turns: list[int] = []
     outcomes = []

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models of families whose layers are not all full attention, or not all dense.
-
-As `models.py`, in Transformers' own classes and without a tokenizer; see `FAMILIES`.
-"""
+"""Tiny random models of families whose layers are not all full attention, or not all dense."""
 
 from __future__ import annotations
 
@@ -71,32 +68,29 @@ def _two_to_one(companion: str) -> list[str]:
     return [companion, companion, "full_attention"] * 2
 
 
+_SLIDES: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": _two_to_one("sliding_attention"),
+}
+_IN_TURN = {**_SLIDES, "layer_types": ["sliding_attention", "full_attention"] * 3}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA: dict[str, Any] = {"scaled_embeddings": True, "tied_embeddings": True, "last_norm": 15.0}
+
+
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         "Gemma3ForCausalLM",
-        {
-            **_HEADS,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": WINDOW,
-            "layer_types": _two_to_one("sliding_attention"),
-        },
+        {**_HEADS, "query_pre_attn_scalar": 32, **_SLIDES},
         (2, 5),
         "sliding",
         config="Gemma3TextConfig",
         notes="another rotary base in each kind of layer",
-        scaled_embeddings=True,
-        tied_embeddings=True,
-        last_norm=15.0,
+        **_GEMMA,
     ),
     "gpt-oss": Family(
         "GptOssForCausalLM",
-        {
-            **_HEADS,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
-        },
+        {**_HEADS, **_LOCAL_EXPERTS, **_IN_TURN},
         (1, 3, 5),
         "sliding",
         notes="a learned sink for each query head; a mixture of experts in every layer; vLLM "
@@ -109,23 +103,16 @@ FAMILIES: dict[str, Family] = {
             "query_pre_attn_scalar": 32,
             "attn_logit_softcapping": 4.0,
             "final_logit_softcapping": 10.0,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            **_IN_TURN,
         },
         (1, 3, 5),
         "sliding",
         notes="caps on the attention logits, low enough to matter, and on the output's",
-        scaled_embeddings=True,
-        tied_embeddings=True,
-        last_norm=15.0,
+        **_GEMMA,
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
-        {
-            "logit_scale": 1.25,
-            "sliding_window": WINDOW,
-            "layer_types": _two_to_one("sliding_attention"),
-        },
+        {"logit_scale": 1.25, **_SLIDES},
         (2, 5),
         "sliding",
         notes="no rotary positions in layers with full attention; attention beside the MLP",
@@ -133,7 +120,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        {"sliding_window": WINDOW, "layer_types": _two_to_one("sliding_attention")},
+        _SLIDES,
         (2, 5),
         "sliding",
         notes="vLLM runs the model of Transformers; norms behind attention and MLP",
@@ -176,34 +163,24 @@ FAMILIES: dict[str, Family] = {
             "global_head_dim": 64,
             "hidden_size_per_layer_input": 0,
             "final_logit_softcapping": 10.0,
-            "sliding_window": WINDOW,
-            "layer_types": _two_to_one("sliding_attention"),
+            **_SLIDES,
         },
         (2, 5),
         "sliding",
         config="Gemma4TextConfig",
         notes="heads of 64 in layers with full attention, of 32 in the others",
-        scaled_embeddings=True,
-        tied_embeddings=True,
+        **_GEMMA,
         head_norm=0.5,
-        last_norm=15.0,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {**_LOCAL_EXPERTS, "sliding_window": None},
         (0, 1, 2, 3, 4, 5),
         notes="a mixture of experts in every layer",
     ),
     "qwen3-moe": Family(
         "Qwen3MoeForCausalLM",
-        {
-            **_HEADS,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [3],
-        },
+        {**_HEADS, **_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [3]},
         (0, 1, 2, 3, 4, 5),
         notes="a mixture of experts in every layer but one",
     ),
@@ -212,8 +189,7 @@ FAMILIES: dict[str, Family] = {
         {
             "layer_types": _two_to_one("linear_attention"),
             "shared_intermediate_size": 128,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **_LOCAL_EXPERTS,
             "mamba_n_heads": 8,
             "mamba_d_state": 16,
             "mamba_chunk_size": 32,
@@ -247,15 +223,7 @@ FAMILIES: dict[str, Family] = {
         "NemotronHForCausalLM",
         {
             **_HEADS,
-            "layers_block_type": [
-                "linear_attention",
-                "mlp",
-                "full_attention",
-                "linear_attention",
-                "mlp",
-                "full_attention",
-                "mlp",
-            ],
+            "layers_block_type": [*["linear_attention", "mlp", "full_attention"] * 2, "mlp"],
             "num_hidden_layers": 7,
             "ssm_state_size": 16,
             "mamba_num_heads": 8,
@@ -280,20 +248,14 @@ FAMILIES: dict[str, Family] = {
             "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
             "final_logit_softcapping": 10.0,
             "sliding_window": WINDOW,
-            "layer_types": [
-                *_two_to_one("sliding_attention"),
-                "sliding_attention",
-                "full_attention",
-            ],
+            "layer_types": [*_SLIDES["layer_types"], "sliding_attention", "full_attention"],
         },
         (2, 5, 7),
         "sliding",
         config="Gemma3nTextConfig",
         notes="the last two layers read the caches of layers 4 and 5",
-        scaled_embeddings=True,
-        tied_embeddings=True,
+        **_GEMMA,
         head_norm=0.5,
-        last_norm=15.0,
     ),
     "qwen3-next": Family(
         "Qwen3NextForCausalLM",
@@ -304,9 +266,7 @@ FAMILIES: dict[str, Family] = {
             "linear_value_head_dim": 64,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
+            **_EXPERTS,
             "shared_expert_intermediate_size": 128,
         },
         (2, 5),

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paper.py` for layers of several kinds; Transformers' own masks say what slides or is chunked.
-
-Caps on the logits and learned sinks take part. Shape legend as there.
-"""
+"""`paper.py` for layers of several kinds; Transformers' own masks say what slides or is chunked."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ class AttentionCall:
     sinks: torch.Tensor | None
 
     def weights(self, first: int, visible: torch.Tensor) -> torch.Tensor:
-        """Of the queries from row `first` on, `[H, T - first, T]` float64.
-
-        Args:
-            visible: bool, broadcast to that shape.
-        """
+        """Of the queries from row `first` on, `[H, T - first, T]` float64."""
         group = self.query.shape[0] // self.key.shape[0]
         keys = self.key.double().repeat_interleave(group, dim=0)
         logits = self.query[:, first:].double() @ keys.transpose(1, 2) * self.scale
@@ -73,10 +66,7 @@ class HybridModel(HuggingFaceModel):
         return (weights @ values).float().transpose(0, 1)[None]
 
     def importance(self, layer: int, window: int, kernel_size: int) -> torch.Tensor:
-        """SnapKV's score of the prompt's keys before the window, `[G, n - W]`: the latest call's.
-
-        Mean over a KV head's query heads, averaged over neighbours.
-        """
+        """SnapKV's score of the keys before the window in the latest call, `[G, n - W]`."""
         call = self.calls[layer]
         n = call.query.shape[1]
         causal = torch.ones(n, n, dtype=torch.bool).tril()[n - window :]

@@ -24,67 +24,42 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 2,
 }
 
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_SIZED = {**_HEADS, "head_dim": 32}
+_THIN = {"hidden_size": 32, "num_key_value_heads": 1}
+
 # name: (model class, its configuration beyond `_COMMON`)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # Multi-head attention: every query head has a KV head of its own.
-    "llama-mha": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}),
+    "llama-mha": ("Llama", {**_SIZED, "num_key_value_heads": 4}),
     # Multi-query attention, group of 8, head size 64.
     "llama-mqa": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}),
     # Biases on the projections.
-    "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "qwen2": ("Qwen2", _HEADS),
     # Norms on the heads of queries and keys.
-    "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}),
-    "mistral": (
-        "Mistral",
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "sliding_window": None,
-        },
-    ),
-    "mistral-sliding": (
-        "Mistral",
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "sliding_window": 64,
-        },
-    ),
+    "qwen3": ("Qwen3", _SIZED),
+    "mistral": ("Mistral", {**_SIZED, "sliding_window": None}),
+    "mistral-sliding": ("Mistral", {**_SIZED, "sliding_window": 64}),
     # A mixture of experts: the router's weight is as small as weights get.
     "mixtral": (
         "Mixtral",
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": None,
-        },
+        {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     # As many layers as real models have.
     "llama-deep": (
         "Llama",
         {
-            "hidden_size": 32,
+            **_THIN,
             "intermediate_size": 64,
             "num_hidden_layers": 32,
             "num_attention_heads": 2,
-            "num_key_value_heads": 1,
             "head_dim": 16,
         },
     ),
     # As little arithmetic as possible, for tests that count blocks over many long prompts.
     "llama-thin": (
         "Llama",
-        {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-        },
+        {**_THIN, "intermediate_size": 32, "num_attention_heads": 1, "head_dim": 32},
     ),
 }
 

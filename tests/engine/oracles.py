@@ -36,11 +36,7 @@ Held = Mapping[int, list[torch.Tensor]]
 
 
 class EvictedModel(HuggingFaceModel):
-    """A model from whose KV heads tokens are evicted at points; it records V and weights too.
-
-    Attributes:
-        values: a layer: `[G, T, D]`. weights: a layer: `[H, T, T]`, of each query over the keys.
-    """
+    """A model from whose KV heads tokens are evicted at points; it records V and weights too."""
 
     values: list[torch.Tensor]
     weights: list[torch.Tensor]
@@ -82,11 +78,7 @@ class EvictedModel(HuggingFaceModel):
         return of_groups[:, :, start:end, :end].sum(dim=(1, 2))
 
     def seldom_low(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scissorhands: minus how many queries gave each key less than their average, `[G, end]`.
-
-        Returns:
-            The counts, and by how many each may be off.
-        """
+        """Minus how many queries gave each key less than average; by how much that may be off."""
         of_groups = self.weights[layer].unflatten(0, (len(self.keys[layer]), -1))
         rows = of_groups[:, :, start:end, :end]
         seen = self.visible(layer, len(rows), end)[:, None, start:end]
@@ -213,11 +205,7 @@ def _scores(
 def _check_best(
     scores: torch.Tensor, kept: torch.Tensor, first: int, last: int, off: torch.Tensor | None
 ) -> int:
-    """Protected tokens are kept, and no other kept one is worse than one that is not; evicted.
-
-    Args:
-        scores, kept: `[t]`, places in the order of their positions.
-    """
+    """Protected tokens are kept, and no other kept one is worse than one that is not; evicted."""
     tokens, stays = len(kept), int(kept.sum())
     if stays == tokens:
         return 0

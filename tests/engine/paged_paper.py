@@ -21,7 +21,7 @@ Pages = dict[tuple[str, int, int], list[list[int]]]  # request, layer, position:
 @contextmanager
 def pages_read(engine: Engine) -> Iterator[Pages]:
     """Notes which pages each choosing token reads, from what attention is given."""
-    ops: Any = page_ops(next(iter(selecting_layers(engine))).impl.ops)
+    ops: Any = page_ops(engine.attention_layers(evicting=True)[0].impl.ops)
     found: Pages = {}
     before, select = PageSelector.before_attention, ops.select_pages
     current: list[Any] = []
@@ -45,11 +45,6 @@ def pages_read(engine: Engine) -> Iterator[Pages]:
         patch.setattr(PageSelector, "before_attention", note_layer)
         patch.setattr(ops, "select_pages", note)
         yield found
-
-
-def selecting_layers(engine: Engine) -> list[Any]:
-    layers = engine.core.vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if getattr(layer.impl, "context", None) is not None]
 
 
 class PagedModel(HuggingFaceModel):
@@ -82,17 +77,15 @@ class PagedModel(HuggingFaceModel):
 
 
 class SummaryCheck:
-    """Called after every step of an engine: each summary is that of the keys in its block.
-
-    Attributes:
-        pages: how many were compared.
-    """
+    """Called after every step of an engine: each summary is that of the keys in its block."""
 
     def __init__(self) -> None:
         self.pages = 0
 
     def __call__(self, engine: Engine) -> None:
-        layers = {layer.impl.context.layer: layer for layer in selecting_layers(engine)}
+        layers = {
+            layer.impl.context.layer: layer for layer in engine.attention_layers(evicting=True)
+        }
         (selector,) = next(iter(layers.values())).impl.context.hooks.before_attention
         size, dense = engine.block_size, selector.selection.dense_layers
         for number, manager in enumerate(engine.coordinator.single_type_managers):

@@ -37,14 +37,7 @@ AttentionMaskInterface.register(_NAME, eager_mask)
 
 
 class HuggingFaceModel:
-    """A model in float32 whose attention can be looked into and restricted.
-
-    Args:
-        changes: to the model's configuration.
-
-    Attributes:
-        mask, options: Transformers' own for the attention under way, for subclasses.
-    """
+    """A model in float32 whose attention can be looked into and restricted."""
 
     mask: torch.Tensor | None
     options: dict[str, Any]
@@ -85,10 +78,7 @@ class HuggingFaceModel:
 
     @torch.no_grad()
     def forward(
-        self,
-        tokens: Sequence[int],
-        prompt_len: int | None = None,
-        kept: Kept | None = None,
+        self, tokens: Sequence[int], prompt_len: int | None = None, kept: Kept | None = None
     ) -> torch.Tensor:
         """Log probabilities `[T, vocabulary]` of the token after each one.
 

@@ -105,11 +105,7 @@ class Engine:
         *,
         max_steps: int = 100_000,
     ) -> list[Outcome]:
-        """Run the jobs to their ends; outcomes in the order of the jobs.
-
-        Args:
-            on_step: called after every step of the engine.
-        """
+        """Run the jobs to their ends; outcomes in the order of the jobs."""
         self.broken = True  # unless this comes to its end
         outcomes = self._run(list(jobs), on_step, max_steps)
         self.broken = False
@@ -184,6 +180,14 @@ class Engine:
         )
         assert not left, f"the worker keeps {left}"
 
+    def attention_layers(self, *, evicting: bool = False) -> list[Any]:
+        """Layers with attention; `evicting`: those that have a context of ours alone."""
+        layers = self.core.vllm_config.compilation_config.static_forward_context.values()
+        found = [layer for layer in layers if hasattr(layer, "impl")]
+        if evicting:
+            found = [layer for layer in found if getattr(layer.impl, "context", None) is not None]
+        return found
+
     @property
     def kv_heads(self) -> int:
         """KV heads of a layer."""
@@ -213,11 +217,9 @@ def count_preemptions(engine: Engine) -> Iterator[dict[str, int]]:
         count["evicted"] += engine.coordinator.plans.has_evicted(request.request_id)
         return original(request, *args, **kwargs)
 
-    scheduler._preempt_request = preempt
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_preempt_request", preempt)
         yield count
-    finally:
-        scheduler._preempt_request = original
 
 
 def is_compiled(engine: Engine) -> bool:
@@ -277,11 +279,14 @@ def spare_imports() -> None:
     spare_collections()
 
 
-class EnginePool:
-    """At most one in-process engine; asking for the same settings again finds it running.
+# `start(model, **settings)`: a running engine.
+Start = Callable[..., Engine]
+# `models(name)`: the folder of a model.
+Models = Callable[[str], Path]
 
-    vLLM keeps its distributed state in globals, so an engine ends before the next one starts.
-    """
+
+class EnginePool:
+    """At most one in-process engine; asking for the same settings again finds it running."""
 
     _is_warm: ClassVar[bool] = False  # whether an engine has run in this process
 
@@ -344,10 +349,7 @@ def start_engine(model: str, **settings: Any) -> Engine:
 
 
 def greedy(max_tokens: int, *, logprobs: int | None = None, **extra_args: Any) -> Any:
-    """Greedy sampling of exactly `max_tokens` tokens; `extra_args` are the request's own settings.
-
-    Token ids only: the tests that read text set their own parameters.
-    """
+    """Greedy sampling of exactly `max_tokens` tokens; `extra_args`: the request's own settings."""
     from vllm import SamplingParams
 
     return SamplingParams(

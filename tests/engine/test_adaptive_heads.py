@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import NEAR_TIE, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import NEAR_TIE, Job, Start, greedy, random_prompts
 from tests.scheduler.checks import check_pool
 
 pytestmark = pytest.mark.engine
@@ -32,16 +32,7 @@ LENGTHS = [9, 257, 512, 700]
 
 
 def by_directions(keys: torch.Tensor, n: int, budget: int) -> tuple[list[int], list[torch.Tensor]]:
-    """What the heads of a layer keep of their keys, by KeyDiff's score.
-
-    Not by norms, which the same token has at all positions of the first layer.
-
-    Args:
-        keys: `[HEADS, >= n, D]`.
-
-    Returns:
-        Their lengths, and all tokens between sinks and window of each head, the best first.
-    """
+    """What the heads of a layer keep of their keys, by KeyDiff's score."""
     unit = torch.nn.functional.normalize(keys[:, :n].double(), dim=-1)
     anchor = torch.nn.functional.normalize(unit.mean(dim=1, keepdim=True), dim=-1)
     scores = -(unit * anchor).sum(dim=-1)[:, SINKS : n - WINDOW]
@@ -59,11 +50,11 @@ def by_directions(keys: torch.Tensor, n: int, budget: int) -> tuple[list[int], l
 
 
 def test_lengths_tokens_and_blocks_beside_requests_that_keep_everything(
-    engines: EnginePool, random_model: Path
+    demo: Start, random_model: Path
 ) -> None:
     """By the tokens and log probabilities of a model whose attention sees those alone."""
     args = {"scorer": "keydiff", "window": WINDOW, "sinks": SINKS, "alpha": ALPHA}
-    engine = engines.get(random_model, kv_policy_args=args, **SETTINGS)
+    engine = demo(kv_policy_args=args, **SETTINGS)
     assert (engine.block_size, engine.num_layers) == (LANE_BLOCK, LAYERS * HEADS)
     engine.shuffle_blocks(3)
     prompts = random_prompts(LENGTHS, seed=7, vocab_size=2048)

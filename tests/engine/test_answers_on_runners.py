@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers evicted under pressure as CUDA users get it: both runners, back ends, and graphs.
-
-Triton's interpreter and stand-ins for graphs take the device's place (see `test_runner_v2.py`).
-Steps that keep queries run without graphs, and the others are replayed.
-"""
+"""Answers evicted under pressure as CUDA users get it: both runners, back ends, and graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import pytest
 from tests.engine import models
 from tests.engine.support import EnginePool, random_prompts
 from tests.engine.support import greedy as greedy_params
-from tests.engine.test_runner_v2 import SETTINGS, SHAPE
+from tests.engine.test_runner_v2 import SETTINGS, SHAPE, variables
 from tests.plumbing.children import Child, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long]
@@ -40,10 +36,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_orders_are_those_of_the_first_runner_on_the_cpu(
-    engines: EnginePool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    engines: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The same tokens, and the same orders at the same points, of which some are in answers."""
     monkeypatch.setitem(models.SHAPES, "llama-tiny", SHAPE)
@@ -59,10 +52,7 @@ def test_orders_are_those_of_the_first_runner_on_the_cpu(
         triton=triton,
         graphs=graphs,
         kernels=True,
-        TRITON_INTERPRET="1",
-        VLLM_USE_BREAKABLE_CUDAGRAPH="1" if graphs else "0",
-        VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        **variables(runner, graphs is not None),
     )
     try:
         engine = engines.get(model, **settings, **POLICY)

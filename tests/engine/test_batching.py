@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Engine, Job, Start, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -24,8 +23,8 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture
-def engine(engines: EnginePool, random_model: Path) -> Engine:
-    return engines.get(random_model, **SETTINGS)
+def engine(demo: Start) -> Engine:
+    return demo(**SETTINGS)
 
 
 def _prompts(*lengths: int) -> list[list[int]]:
@@ -86,12 +85,23 @@ def test_prompt_logprobs(engine: Engine) -> None:
         assert {t: p.logprob for t, p in ours.items()} == {t: p.logprob for t, p in full.items()}
 
 
-def test_sessions_where_requests_may_not_give_turns(
-    engines: EnginePool, random_model: Path
-) -> None:
+def test_samples_of_one_prompt_share_it(engine: Engine) -> None:
+    """`n = 3`: in one step and in several; each evicts on its own."""
+    engine.llm.reset_prefix_cache()
+    before = engine.coordinator.counters.num_evictions
+    prompt = {"prompt_token_ids": _prompts(400)[0]}
+    (output,) = engine.llm.generate([prompt], _sampling(n=3, seed=7, max_tokens=6), use_tqdm=False)
+    assert [len(choice.token_ids) for choice in output.outputs] == [6, 6, 6]
+    assert engine.coordinator.counters.num_evictions - before == 3
+    # None has computed it for itself.
+    assert not engine.pool.duplicates and len(engine.pool.bundles) == 25
+    engine.check_whole()
+
+
+def test_sessions_where_requests_may_not_give_turns(demo: Start) -> None:
     """The server gives a session's turns itself, so they are no setting of the request."""
     own = {**SETTINGS, "enable_prefix_caching": True, "kv_request_overrides": "session"}
-    engine = engines.get(random_model, **own)
+    engine = demo(**own)
     (first, more) = _prompts(300, 60)
     session = greedy(8, kv_session="a")
     (before,) = engine.run([Job(first, session)])

@@ -8,7 +8,6 @@ in `matrix.py`, and nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.engine.bench import Bench, edge_jobs
 from tests.engine.families import make_family
 from tests.engine.matrix import BESIDE, CASES, ENGINE, MODEL, Case
 from tests.engine.models import SHAPES
-from tests.engine.support import EnginePool, Outcome, is_compiled, is_cpu_build
+from tests.engine.support import EnginePool, Models, Outcome, is_compiled, is_cpu_build
 from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.policy.capabilities import Feature
 
@@ -76,7 +75,7 @@ def test_rows_say_what_their_policies_cannot_do(name: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def full(tiny_model: Callable[[str], Path]) -> list[Outcome]:
+def full(tiny_model: Models) -> list[Outcome]:
     """What `full` answers, once for all rows."""
     pool = EnginePool()
     outcomes = pool.get(tiny_model(MODEL), kv_policy="full", **ENGINE).run(edge_jobs())
@@ -88,7 +87,7 @@ def full(tiny_model: Callable[[str], Path]) -> list[Outcome]:
 def benches(
     full: list[Outcome],
     engines: EnginePool,
-    tiny_model: Callable[[str], Path],
+    tiny_model: Models,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Bench]:
     """`benches(name)`: the row's engine, running; the one before ends."""

@@ -7,13 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, greedy, random_prompts
+from tests.engine.support import EnginePool, Models, greedy, random_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
@@ -22,7 +21,7 @@ ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 64
 
 
 def test_calibrated_shares_are_the_mean_of_the_solved_ones(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+    engines: EnginePool, tiny_model: Models, tmp_path: Path
 ) -> None:
     model = tiny_model("llama-mha")
     prompts = random_prompts([300, 120, 500, 20], seed=9)

@@ -23,7 +23,7 @@ from tests.engine.failing import (
     SHAPE,
     write_module,
 )
-from tests.engine.support import greedy, random_prompts
+from tests.engine.support import Start, greedy, random_prompts
 from tests.plumbing.server import serving
 
 pytestmark = pytest.mark.engine
@@ -46,13 +46,10 @@ def _prompts(lengths: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_others_get_the_tokens_that_they_get_alone(
-    random_model: Path, own_module: Path, engines: Any, asynchronous: bool
+    own_module: Path, demo: Start, asynchronous: bool
 ) -> None:
-    engine = engines.get(
-        random_model,
-        kv_policy=str(own_module / "cursed.yaml"),
-        async_scheduling=asynchronous,
-        **LIMITS,
+    engine = demo(
+        kv_policy=str(own_module / "cursed.yaml"), async_scheduling=asynchronous, **LIMITS
     )
     right = engine.generate(_prompts(HONEST), greedy(8))
     others = [RAISES, ALLOCATOR, ADDED, HONEST[2], EVICTED, SHAPE]

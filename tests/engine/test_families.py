@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models and mixtures of experts: full attention evicts, the rest is as in stock vLLM.
-
-Tiny random models (`families.py`) in float32, against Transformers on the same weights.
-"""
+"""Hybrid models and mixtures of experts: full attention evicts, the rest is as in stock vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
     greedy,
     is_cpu_build,
@@ -58,7 +55,7 @@ CPU_BUILD_ONLY = (
 
 
 @pytest.fixture(scope="module")
-def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def family_model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """`family_model(name)`: the folder of a model of `FAMILIES`, written on the first call."""
     written: dict[str, Path] = {}
 
@@ -127,9 +124,7 @@ def _check_kept(
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_TRANSFORMERS])
-def test_family(
-    engines: EnginePool, family_model: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
+def test_family(engines: EnginePool, family_model: Models, tmp_path: Path, name: str) -> None:
     """Nothing evicted: Transformers' tokens. Evicted: the oracle's positions and tokens."""
     family, folder = FAMILIES[name], family_model(name)
     readers = _readers(folder, family.full_layers)
@@ -228,9 +223,7 @@ def _check_same(expected: Outcome, found: Outcome, near: float) -> None:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_family_like_stock(
-    engines: EnginePool, family_model: Callable[[str], Path], name: str
-) -> None:
+def test_family_like_stock(engines: EnginePool, family_model: Models, name: str) -> None:
     """Nothing evicted: stock vLLM's tokens, one request after the other. Evicted: the counts."""
     family, folder = FAMILIES[name], family_model(name)
     dtype = {"dtype": "bfloat16"} if name == "qwen3-next" else {}
@@ -261,9 +254,7 @@ def test_family_like_stock(
     assert [one.token_ids for one in evicted] != [one.token_ids for one in whole]
 
 
-def test_readers_find_v_in_host_memory(
-    engines: EnginePool, family_model: Callable[[str], Path]
-) -> None:
+def test_readers_find_v_in_host_memory(engines: EnginePool, family_model: Models) -> None:
     """With V elsewhere and all keys chosen, layers that read another's cache change nothing."""
     folder = family_model("gemma3n")
     prompts = random_prompts(LENGTHS, seed=3)

@@ -26,7 +26,9 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
     random_prompts,
@@ -61,7 +63,7 @@ class QuantisedModel(EvictedModel):
         super().__init__(str(path))
         self.fp8 = fp8
         self.written = []
-        for layer in attention_layers(engine):
+        for layer in engine.attention_layers():
             layer.impl.ops = Written(getattr(layer.impl.ops, "_ops", layer.impl.ops))
             self.written.append(layer.impl.ops)
 
@@ -93,17 +95,11 @@ def scales_of_layer(layer: int) -> tuple[float, float]:
     return 0.011 + 0.001 * layer, 0.007 + 0.002 * layer
 
 
-def attention_layers(engine: Engine) -> list[Any]:
-    worker = engine.core.model_executor.driver_worker.worker
-    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context
-    return [layer for layer in layers.values() if hasattr(layer, "impl")]
-
-
 def give_scales(
     engine: Engine, scales: Callable[[int], tuple[float, float]] = scales_of_layer
 ) -> Engine:
     """Where vLLM puts a checkpoint's scales. It reads none for models in float32."""
-    for index, layer in enumerate(attention_layers(engine)):
+    for index, layer in enumerate(engine.attention_layers()):
         layer._k_scale_float, layer._v_scale_float = scales(index)
     return engine
 
@@ -121,30 +117,24 @@ def settings(dtype: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", list(FP8))
 @pytest.mark.parametrize("policy", ["pyramidkv", "snapkv", "xkv", "streaming-llm"])
 def test_kept_tokens_and_decoding(
-    engines: EnginePool, random_model: Path, tmp_path: Path, dtype: str, policy: str
+    demo: Start, random_model: Path, tmp_path: Path, dtype: str, policy: str
 ) -> None:
     """In chunks of 100 tokens: what is kept, and what decoding makes of it."""
-    engine = engines.get(
-        random_model,
+    engine = demo(
         **settings(dtype, kv_policy=policy, kv_budget=40, kv_policy_args={"fill_blocks": False}),
         kv_trace=str(tmp_path),
         enable_prefix_caching=False,  # every run writes all that it attends to
     )
     model = QuantisedModel(random_model, give_scales(engine), FP8[dtype])
-    check(
-        *(engine, tmp_path, model, policy, 2048),
-        fill_blocks=False,
-        before_run=model.forget,
-    )
+    check(*(engine, tmp_path, model, policy, 2048), fill_blocks=False, before_run=model.forget)
 
 
 @pytest.mark.parametrize("name", ["snapkv-expected", "keyformer"])
 def test_scorers_in_pytorch_see_what_attention_does(
-    engines: EnginePool, random_model: Path, tmp_path: Path, name: str
+    demo: Start, random_model: Path, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    engine = engines.get(
-        random_model,
+    engine = demo(
         **settings("fp8", kv_policy=name, kv_budget=case.budget, kv_policy_args=case.args),
         kv_trace=str(tmp_path),
     )
@@ -195,14 +185,13 @@ METHODS: dict[str, dict[str, Any]] = {
 def run_alike(
     engines: EnginePool, model: Path, vocab_size: int, **options: Any
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """What a cache of float32 gives in which numbers of 8 bits are, and one of 8 bits, which has
-    to be the same bit for bit."""
+    """Answers of a cache of float32 with numbers of 8 bits, and of one of 8 bits: equal bits."""
     prompts = random_prompts([130, 57, 401, 256], seed=5, vocab_size=vocab_size)
     runs = []
     for dtype in ("auto", "fp8"):
         engine = engines.get(model, **settings(dtype, **options))
         if dtype == "auto":
-            for index, layer in enumerate(attention_layers(engine)):
+            for index, layer in enumerate(engine.attention_layers()):
                 layer.impl.ops = Rounded(layer.impl.ops, index)
         else:
             give_scales(engine, powers_of_two)
@@ -245,13 +234,13 @@ def test_layers_that_slide_and_layers_that_read(
     assert sum(outcome.report["evicted_tokens"] for outcome in runs[1]) > 300
 
 
-def test_prefixes_and_preemption(engines: EnginePool, tiny_model: Callable[[str], Path]) -> None:
+def test_prefixes_and_preemption(tiny: Start) -> None:
     """Blocks of bytes are shared, copied and computed again; tokens stay the same."""
     shared, *tails = random_prompts([160, *range(60, 160, 10)], seed=4)
     runs: list[list[list[int]]] = []
     for blocks, caching in ((2000, False), (2000, True), (230, True)):
-        engine = engines.get(
-            tiny_model("mistral"),
+        engine = tiny(
+            "mistral",
             **settings("fp8", kv_policy="snapkv", kv_budget=64, max_model_len=512),
             enable_prefix_caching=caching,
             kv_admission="prompt",  # so that requests are preempted
@@ -270,9 +259,7 @@ def test_prefixes_and_preemption(engines: EnginePool, tiny_model: Callable[[str]
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_scales_of_a_checkpoint(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_scales_of_a_checkpoint(engines: EnginePool, tiny_model: Models, tmp_path: Path) -> None:
     """They switch the cache on by themselves, and reach the kernels."""
     config = json.loads((tiny_model("llama-mha") / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
@@ -295,9 +282,9 @@ def test_scales_of_a_checkpoint(
                 weights[at] = torch.tensor([scale * factor])
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         engine = engines.get(folder, kv_policy="snapkv", kv_budget=64, dtype="bfloat16")
-        found = [scale for layer in attention_layers(engine) for scale in scales_of(layer)]
+        found = [scale for layer in engine.attention_layers() for scale in scales_of(layer)]
         assert found == pytest.approx([x * factor for i in range(4) for x in scales_of_layer(i)])
-        assert {layer.kv_cache_dtype for layer in attention_layers(engine)} == {"fp8"}
+        assert {layer.kv_cache_dtype for layer in engine.attention_layers()} == {"fp8"}
         outcomes = engine.generate(random_prompts([130, 57, 300]), greedy(16))
         tokens.append([outcome.token_ids for outcome in outcomes])
     assert tokens[0] != tokens[1], "scales that are 64 times too large change nothing"

@@ -7,14 +7,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Engine, Job, Start, greedy, random_prompts
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.accumulated.kernels import cpu
 
@@ -25,7 +23,7 @@ NUM_TOKENS = int(os.environ.get("PYRAMID_GENERATE", "700"))
 
 
 def test_a_long_generation_holds_a_bounded_cache(
-    engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks held never exceed budget, interval and what a step rounds up; nothing leaks."""
     gather, calls = cpu.add_key_mass, []
@@ -36,8 +34,8 @@ def test_a_long_generation_holds_a_bounded_cache(
 
     monkeypatch.setattr(cpu, "add_key_mass", watched)
     budget, interval, prompts = 64, 64, (500, 20)
-    engine = engines.get(
-        tiny_model("llama-thin"),
+    engine = tiny(
+        "llama-thin",
         kv_policy="h2o",
         kv_budget=budget,
         kv_policy_args={"interval": interval},

@@ -102,10 +102,7 @@ def _check_differences(
 
 
 def test_grammars(engines: EnginePool, tmp_path: Path) -> None:
-    """Answers follow their grammars, evicted or not; which tokens stay has nothing to do with it.
-
-    Three grammars and none in one batch, over prompts in chunks; one is too short to be evicted.
-    """
+    """Answers follow their grammars, evicted or not; which tokens stay does not depend on it."""
     from vllm_pyramid.tools.demo import model_path
 
     engine = _demo(engines, kv_trace=str(tmp_path))
@@ -180,10 +177,7 @@ def test_grammars_and_preemption(engines: EnginePool) -> None:
 
 
 def test_beam_search_never_reads_an_evicted_cache(engines: EnginePool) -> None:
-    """vLLM sends every beam anew for each token, and a prompt's next token sees all of it.
-
-    So the beams are those of the whole cache.
-    """
+    """vLLM sends every beam anew for each token, and a prompt's next token sees all of it."""
     from vllm.sampling_params import BeamSearchParams
 
     from vllm_pyramid.tools.demo import model_path

@@ -19,9 +19,10 @@ from tests.engine.conversations import Rows, ask, kept_at_end
 from tests.engine.paged_paper import SummaryCheck, pages_read
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     assert_same_tokens,
     greedy,
     random_prompts,
@@ -57,9 +58,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traces")
 
 
-def engine_of(
-    engines: EnginePool, model: Path, traces: Path, kind: str = "snapkv", **changes: Any
-) -> Engine:
+def engine_of(tiny: Start, traces: Path, kind: str = "snapkv", **changes: Any) -> Engine:
     settings = {
         "max_num_batched_tokens": 256,
         "max_num_seqs": 8,
@@ -71,7 +70,7 @@ def engine_of(
     }
     if kind == "snapkv":
         settings["kv_trace"] = str(traces)
-    return engines.get(model, **settings)
+    return tiny("mistral", **settings)
 
 
 def push_out(engine: Engine) -> None:
@@ -107,11 +106,9 @@ class Contents(Rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prefix_comes_back_to_the_byte(
-    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path, kind: str
-) -> None:
+def test_a_prefix_comes_back_to_the_byte(tiny: Start, traces: Path, kind: str) -> None:
     """With the tokens, logits and kept positions of the run that computed it."""
-    engine = engine_of(engines, tiny_model("mistral"), traces, kind)
+    engine = engine_of(tiny, traces, kind)
     assert engine.llm.reset_prefix_cache()
     (prompt,) = random_prompts([500], seed=1)
     found = 496 if kind == "fp8" else (500 - WINDOW) // BLOCK * BLOCK
@@ -140,17 +137,9 @@ def test_a_prefix_comes_back_to_the_byte(
 
 @pytest.mark.parametrize("kind", ["spread", "box of an evicted fp8 cache"])
 def test_a_prefix_comes_back_with_its_summaries(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    tiny: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Tokens behind it read the same pages, wherever it was found: in which memory, or in a file.
-
-    Bit for bit: of the device, of the host, and of an engine that is started on the other's files,
-    which reads a bundle in a step while the request waits.
-    """
+    """Tokens behind it read the same pages, whether it was found on the device, host or disk."""
     attend = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
     own: dict[str, Any] = {"kv_policy": "select", "dtype": "float32"}
     if kind != "spread":
@@ -167,7 +156,7 @@ def test_a_prefix_comes_back_with_its_summaries(
     }
     (prompt,) = random_prompts([500], seed=1)
     found = 500 // BLOCK * BLOCK if kind == "spread" else (500 - 48) // BLOCK * BLOCK
-    engine = engines.get(tiny_model("mistral"), max_num_seqs=8, **settings)
+    engine = tiny("mistral", max_num_seqs=8, **settings)
     check = SummaryCheck()
 
     def ask_again(on_step: Callable[[Engine], None] = check) -> tuple[Outcome, list[Any]]:
@@ -188,7 +177,7 @@ def test_a_prefix_comes_back_with_its_summaries(
     assert after["bytes_loaded"] - before["bytes_loaded"] == found // BLOCK * LAYERS * moved
     engine.check_whole()
     push_out(engine)  # what was kept on the device is in the host, and so in a file
-    engine = engines.get(tiny_model("mistral"), max_num_seqs=7, **settings)
+    engine = tiny("mistral", max_num_seqs=7, **settings)
     monkeypatch.setattr(host_cache, "MOST_READ", 1)
     steps = [0]
 
@@ -212,11 +201,9 @@ def test_a_prefix_comes_back_with_its_summaries(
     engine.check_whole()
 
 
-def test_an_exact_turn_keeps_what_a_fresh_prompt_keeps(
-    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path
-) -> None:
+def test_an_exact_turn_keeps_what_a_fresh_prompt_keeps(tiny: Start, traces: Path) -> None:
     """Bit for bit, whatever earlier turns evicted, with the whole prompt from the host."""
-    engine = engine_of(engines, tiny_model("mistral"), traces)
+    engine = engine_of(tiny, traces)
     assert engine.llm.reset_prefix_cache()
     said = random_prompts([400, 90, 70], seed=2)
     tokens: list[int] = []
@@ -248,11 +235,9 @@ def test_an_exact_turn_keeps_what_a_fresh_prompt_keeps(
     engine.check_whole()
 
 
-def test_an_evicted_state_comes_back(
-    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path
-) -> None:
+def test_an_evicted_state_comes_back(tiny: Start, traces: Path) -> None:
     """A turn resumes what the turn before kept, after others have had all of the pool."""
-    engine = engine_of(engines, tiny_model("mistral"), traces)
+    engine = engine_of(tiny, traces)
     assert engine.llm.reset_prefix_cache()
     first_words, more = random_prompts([400, 80], seed=3)
     found = []
@@ -273,11 +258,7 @@ def test_an_evicted_state_comes_back(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iterator[Child]:
-    """Two ranks with a pool of one sequence, a host cache and a folder, and two more behind them.
-
-    The first ones get a prompt, others, and it again; those that are started on their folder get it
-    once more.
-    """
+    """Two ranks with a pool of one sequence, a host cache and a folder; then two on the folder."""
     prompt, *others = random_prompts([900, 800, 850], seed=5)
     params = plain_greedy(20)
     waves = [[[prompt, params]], [[others[0], params]], [[others[1], params]], [[prompt, params]]]
@@ -313,7 +294,7 @@ def test_two_ranks_store_their_own_heads(two_ranks: Child) -> None:
         assert later["report"] == first["report"]
 
 
-def test_memory_that_the_machine_does_not_have(tiny_model: Callable[[str], Path]) -> None:
+def test_memory_that_the_machine_does_not_have(tiny_model: Models) -> None:
     from vllm_pyramid import LLM
 
     with pytest.raises(ValueError, match=r"--kv-host-cache 1e\+05 \(GiB\) does not fit into"):
@@ -321,9 +302,7 @@ def test_memory_that_the_machine_does_not_have(tiny_model: Callable[[str], Path]
 
 
 @pytest.mark.usefixtures("prepared_programs")
-def test_a_conversation_goes_on_after_kill_9(
-    tmp_path: Path, tiny_model: Callable[[str], Path]
-) -> None:
+def test_a_conversation_goes_on_after_kill_9(tmp_path: Path, tiny_model: Models) -> None:
     """Its second turn resumes the state in the folder: tokens and hits as without the kill."""
     llm = {
         "model": str(tiny_model("mistral")),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.support import Engine, EnginePool, Outcome, greedy, is_cpu_build, random_prompts
+from tests.engine.support import Engine, Outcome, Start, greedy, is_cpu_build, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -44,15 +44,15 @@ def _run(
 
 
 @pytest.fixture(scope="module")
-def full_runs(engines: EnginePool, random_model: Path) -> dict[int, list[Outcome]]:
-    return _run(engines.get(random_model, kv_policy="full", **SETTINGS))
+def full_runs(demo: Start) -> dict[int, list[Outcome]]:
+    return _run(demo(kv_policy="full", **SETTINGS))
 
 
-def test_full_equals_vllm_without_the_plugin(engines: EnginePool, random_model: Path) -> None:
+def test_full_equals_vllm_without_the_plugin(demo: Start) -> None:
     """One block table for all layers or one each, its attention or ours: the same tokens."""
     runs = {}
     for policy in ("none", "full"):
-        engine = engines.get(random_model, kv_policy=policy, dtype="float32", **SETTINGS)
+        engine = demo(kv_policy=policy, dtype="float32", **SETTINGS)
         runs[policy] = _run(engine)
         if policy == "none":
             assert engine.num_layers == 1  # groups: vLLM as it is

@@ -3,61 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.support import EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Start, greedy, random_prompts
+from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer
 
 pytestmark = pytest.mark.engine
 
-MAX_TOKENS = 12
-
-
-def _settings(**changes: Any) -> dict[str, Any]:
-    return {
-        "kv_policy": "snapkv",
-        "kv_budget": 40,
-        "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 48, "chunk.scorer": None},
-        "dtype": "float32",
-        "max_model_len": 1024,
-        "max_num_seqs": 8,
-        **changes,
-    }
-
-
-def _jobs(lengths: list[int], seed: int = 5) -> list[Job]:
-    return [Job(p, greedy(MAX_TOKENS), i) for i, p in enumerate(random_prompts(lengths, seed=seed))]
-
 
 def test_a_scorer_inside_gets_the_rotary_embedding(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+    tiny: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Expected Attention at points, with SnapKV at the end: it undoes the rotation of queries."""
-    from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer
-
-    engine = engines.get(
-        tiny_model("mistral"),
-        **_settings(
-            kv_policy_args={
-                "chunk.tokens": 64,
-                "chunk.keep": 48,
-                "chunk.scorer": "expected_attention",
-            }
-        ),
-    )
+    chunk = {"tokens": 64, "keep": 48, "scorer": "expected_attention"}
+    own = {"kv_policy": "snapkv", "kv_budget": 40, "kv_policy_args": {"chunk": chunk}}
+    engine = tiny("mistral", **own, dtype="float32", max_model_len=1024, max_num_seqs=8)
     seen, score = [], ExpectedAttentionScorer.score
 
     def watched(self: Any, view: Any) -> torch.Tensor:
         seen.append((view.rotary is not None, view.whole, view.last_position + 1))
         return score(self, view)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpectedAttentionScorer, "score", watched)
-        engine.run(_jobs([300]))
-    assert seen and all(rotary for rotary, _, _ in seen)
+    monkeypatch.setattr(ExpectedAttentionScorer, "score", watched)
+    engine.generate(random_prompts([300], seed=5), greedy(12))
     assert {point for _, _, point in seen} == {64, 128, 192, 256}
-    assert all(whole == (point == 64) for _, whole, point in seen)
+    assert all(rotary and whole == (point == 64) for rotary, whole, point in seen)

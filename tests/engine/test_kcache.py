@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K on the device, V in host memory: the same numbers where all keys count, the paper's where not.
-
-The independent implementation is Transformers with its attention function replaced: rows behind
-the prompt keep, in every query head, the N largest weights of their softmax, which then sum to 1
-or, in the paper's notation, stay as they are.
-"""
+"""K on the device, V in host memory: the bits of `full` where all keys count, else the paper's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.engine.oracles import check_log_probabilities
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from tests.engine.support import EnginePool, Job, Models, Outcome, Start, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -29,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "max_model_len": 1024,
 }
+KCACHE = {"kv_policy": "kcache", "kv_policy_args": {"top_n": 24}, **SETTINGS}
 
 
 def _jobs(tokens: int, **extra_args: Any) -> list[Job]:
@@ -39,10 +35,6 @@ def _jobs(tokens: int, **extra_args: Any) -> list[Job]:
         Job(prompt, greedy(tokens, logprobs=2, **extra_args), arrival=index // 2)
         for index, prompt in enumerate(prompts)
     ]
-
-
-def _kcache(engines: EnginePool, model: Path) -> Engine:
-    return engines.get(model, kv_policy="kcache", kv_policy_args={"top_n": 24}, **SETTINGS)
 
 
 class TopNModel(HuggingFaceModel):
@@ -74,16 +66,14 @@ def _assert_tokens_of(model: TopNModel, outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         prompt, generated = outcome.job.prompt, outcome.token_ids
         logprobs = model.forward(prompt + generated[:-1], len(prompt))[len(prompt) - 1 :]
-        assert logprobs.argmax(dim=-1).tolist() == generated
-        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
-            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+        check_log_probabilities(logprobs, outcome, 2e-4)
 
 
 def test_few_keys_give_the_tokens_of_an_independent_implementation(
-    engines: EnginePool, random_model: Path
+    demo: Start, random_model: Path
 ) -> None:
     model = TopNModel(str(random_model))
-    engine = _kcache(engines, random_model)
+    engine = demo(**KCACHE)
     model.device_layers, model.top_n = 1, 24
     jobs = [job for job in _jobs(16) if len(job.prompt) in (15, 33, 257)]
     _assert_tokens_of(model, engine.run(jobs))
@@ -92,13 +82,11 @@ def test_few_keys_give_the_tokens_of_an_independent_implementation(
     _assert_tokens_of(model, engine.run(jobs))
 
 
-def test_no_layer_on_the_device_and_the_papers_weights(
-    engines: EnginePool, random_model: Path
-) -> None:
+def test_no_layer_on_the_device_and_the_papers_weights(demo: Start, random_model: Path) -> None:
     model = TopNModel(str(random_model))
     model.top_n, model.device_layers, model.renormalize = 9, 0, False
     args = {"top_n": 9, "device_layers": 0, "renormalize": False}
-    engine = engines.get(random_model, kv_policy="kcache", kv_policy_args=args, **SETTINGS)
+    engine = demo(kv_policy="kcache", kv_policy_args=args, **SETTINGS)
     assert engine.coordinator.layer_blocks.block_sizes.tolist() == [32] * LAYERS
     jobs = [job for job in _jobs(12) if len(job.prompt) in (16, 64, 257)]
     outcomes = engine.run(jobs)
@@ -110,8 +98,8 @@ def test_no_layer_on_the_device_and_the_papers_weights(
     engine.check_whole()
 
 
-def test_bytes_moved_are_reported(engines: EnginePool, random_model: Path) -> None:
-    engine = _kcache(engines, random_model)
+def test_bytes_moved_are_reported(demo: Start) -> None:
+    engine = demo(**KCACHE)
     (outcome,) = engine.run([Job(random_prompts([600], vocab_size=2048)[0], greedy(11))])
     row = HEAD_SIZE * 4  # float32
     report = outcome.report
@@ -128,19 +116,14 @@ def test_bytes_moved_are_reported(engines: EnginePool, random_model: Path) -> No
 
 
 @pytest.mark.parametrize("fill_blocks", [False, True])
-def test_survivors_v_in_host_memory(
-    engines: EnginePool, random_model: Path, fill_blocks: bool
-) -> None:
-    """Exactly the tokens of the policy without it, where every survivor counts.
-
-    Blocks that are filled up are those of 32 tokens: the plain policy has such blocks here too.
-    """
+def test_survivors_v_in_host_memory(demo: Start, fill_blocks: bool) -> None:
+    """Exactly the tokens of the policy without it, where every survivor counts."""
     args: dict[str, Any] = {"fill_blocks": fill_blocks}
     common = {**SETTINGS, "kv_policy": "pyramidkv", "kv_budget": 100}
-    plain = engines.get(random_model, **common, kv_policy_args=args, block_size=32)
+    plain = demo(**common, kv_policy_args=args, block_size=32)
     expected = plain.run(_jobs(20))
     args |= {"values": {"kind": "host", "device_layers": 2, "top_n": PLENTY}}
-    engine = engines.get(random_model, **common, kv_policy_args=args)
+    engine = demo(**common, kv_policy_args=args)
     outcomes = engine.run(_jobs(20))
     engine.check_whole()
     for ours, theirs in zip(outcomes, expected, strict=True):
@@ -160,11 +143,8 @@ def test_survivors_v_in_host_memory(
 # Memory -------------------------------------------------------------------------------------------
 
 
-def test_a_small_host_pool_makes_requests_wait(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_a_small_host_pool_makes_requests_wait(tiny: Start) -> None:
     """The device's pool is as small as the host's: nothing fails, nothing else runs out."""
-    model = tiny_model("llama-mha")
     page = 16 * 2 * 4 * 32 * 4
     longest = 24 + 3 * 12  # pages of 384 tokens, of 4 layers
     settings: dict[str, Any] = {
@@ -173,11 +153,11 @@ def test_a_small_host_pool_makes_requests_wait(
         "kv_cache_memory_bytes": 64 << 20,
     }
     jobs = [Job(prompt, greedy(20)) for prompt in random_prompts([350] * 6)]
-    roomy = engines.get(model, kv_policy="kcache", **settings)
+    roomy = tiny("llama-mha", kv_policy="kcache", **settings)
     assert roomy.pool.num_gpu_blocks == (64 << 20) // page
     expected = [outcome.token_ids for outcome in roomy.run(jobs)]
     space = (2 * longest + 1) * page / 2**30
-    engine = engines.get(model, kv_policy="kcache", kv_swap_space=space, **settings)
+    engine = tiny("llama-mha", kv_policy="kcache", kv_swap_space=space, **settings)
     assert engine.usable_blocks == 2 * longest
     waited = []
     outcomes = engine.run(jobs, lambda engine: waited.append(len(engine.scheduler.waiting)))
@@ -194,11 +174,7 @@ def test_a_small_host_pool_makes_requests_wait(
     ],
 )
 def test_a_host_pool_that_cannot_work_is_refused(
-    tiny_model: Callable[[str], Path],
-    engines: EnginePool,
-    space: float,
-    blocks: int | None,
-    message: str,
+    tiny_model: Models, engines: EnginePool, space: float, blocks: int | None, message: str
 ) -> None:
     from tests.engine.support import start_engine
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from tests.engine.models import SHAPES, write_centres
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
+    Models,
+    Start,
     assert_same_tokens,
     greedy,
     random_prompts,
@@ -40,10 +39,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(params=["r-kv", "triattention", "h2o"])
 def engine(
-    request: pytest.FixtureRequest,
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tiny: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Engine:
     args: dict[str, Any] = {"interval": INTERVAL, "schedule.prompt": "keep"}
     if request.param != "h2o":
@@ -51,7 +47,7 @@ def engine(
     if request.param == "triattention":
         args["centres"] = str(write_centres(tmp_path_factory.mktemp("centres"), SHAPES[MODEL]))
     own = {"kv_policy": request.param, "kv_budget": BUDGET, "kv_policy_args": args}
-    return engines.get(tiny_model(MODEL), **own, **SETTINGS)
+    return tiny(MODEL, **own, **SETTINGS)
 
 
 def test_what_others_find_and_when_answers_change(engine: Engine) -> None:
@@ -162,7 +158,7 @@ def test_a_preempted_request_holds_no_slot_for_queries(engine: Engine) -> None:
     engine.check_whole()
 
 
-def test_without_centres_the_command_is_told(tiny_model: Callable[[str], Path]) -> None:
+def test_without_centres_the_command_is_told(tiny_model: Models) -> None:
     from vllm_pyramid import LLM
 
     with pytest.raises(ValueError, match=r"lab\.heads\.queries --model MODEL"):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import pytest
 from tests.engine.conversations import talk
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
     Outcome,
+    Start,
     assert_same_tokens,
     greedy,
     random_prompts,
@@ -50,56 +49,43 @@ def _check(engine: Engine, folder: Path, outcome: Outcome, fixed: int) -> None:
                 assert head[:SPAN] == [*range(SPAN)] and len(head) == kept[layer]
 
 
-def test_in_each_turn_of_a_conversation(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_in_each_turn_of_a_conversation(tiny: Start, tmp_path: Path) -> None:
     """A turn that resumes says what one says that computes all turns again."""
-    folder = tmp_path_factory.mktemp("turns")
     said = random_prompts([300, 150, 20, 90], seed=8)
     args = {"window": 8, "sinks": 2}
     own = {"kv_policy": "pyramidkv", "kv_budget": 48, "kv_policy_args": args, **SETTINGS}
     found = []
     for caching in (False, True):
-        engine = engines.get(
-            tiny_model("mistral"), **own, enable_prefix_caching=caching, kv_trace=str(folder)
-        )
+        engine = tiny("mistral", **own, enable_prefix_caching=caching, kv_trace=str(tmp_path))
         turns = talk(engine, said, kv_keep=[0, SPAN])
         resumed = [turn.report["resumed_tokens"] > 0 for turn in turns]
         assert resumed == [False, *[caching] * 3]
         for turn in turns:
-            _check(engine, folder, turn, args["sinks"])
+            _check(engine, tmp_path, turn, args["sinks"])
         found.append(turns)
         engine.check_whole()
     assert_same_tokens(found[1], found[0])
 
 
-def test_inside_the_prompt(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_inside_the_prompt(tiny: Start, tmp_path: Path) -> None:
     """The span is longer than what a point keeps, and ends behind the first of them."""
-    folder = tmp_path_factory.mktemp("inside")
-    engine = engines.get(
-        tiny_model("mistral"),
+    engine = tiny(
+        "mistral",
         kv_policy="snapkv",
         kv_budget=48,
         kv_policy_args={"chunk": {"tokens": 128, "keep": 96, "window": 8}, "window": 8},
-        kv_trace=str(folder),
+        kv_trace=str(tmp_path),
         **SETTINGS,
     )
     jobs = [Job(prompt, greedy(8, kv_keep=[0, SPAN])) for prompt in random_prompts([700, 420])]
     for outcome in engine.run(jobs):
         assert outcome.report["inner_evictions"] > 0
-        _check(engine, folder, outcome, 0)
+        _check(engine, tmp_path, outcome, 0)
     engine.check_whole()
 
 
-def test_requests_share_the_blocks_of_a_span(
-    engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind their evictions, too: a span that several prompts begin with takes memory once.
-
-    What requests answer is what they answer with copies of their own.
-    """
+def test_requests_share_the_blocks_of_a_span(tiny: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind their evictions, too: a span that several prompts begin with takes memory once."""
     span, tails = random_prompts([330], seed=9)[0], random_prompts([150] * 4, seed=10)
     jobs = [Job([*span, *tail], greedy(24, kv_keep=[0, 330])) for tail in tails]
     own = {"kv_policy": "pyramidkv", "kv_budget": 48, "kv_policy_args": {"window": 8}, **SETTINGS}
@@ -112,7 +98,7 @@ def test_requests_share_the_blocks_of_a_span(
         ):
             held.append(int(engine.coordinator.counters.held_blocks.sum()))
 
-    engine = engines.get(tiny_model("mistral"), **own)
+    engine = tiny("mistral", **own)
     shared = engine.run(jobs, count)
     with_shared = max(held)
     engine.check_whole()
@@ -129,9 +115,7 @@ def test_requests_share_the_blocks_of_a_span(
     engine.check_whole()
 
 
-def test_a_span_in_a_pool_that_runs_out(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_a_span_in_a_pool_that_runs_out(tiny: Start) -> None:
     """Requests are preempted and come back, share the span with others, and say the same."""
     span, tails = random_prompts([SPAN], seed=11)[0], random_prompts([90, 130, 70, 110], seed=12)
     jobs = [
@@ -139,10 +123,10 @@ def test_a_span_in_a_pool_that_runs_out(
         for number, tail in enumerate(tails)
     ]
     own = {"kv_policy": "snapkv", "kv_budget": 40, "kv_policy_args": {"window": 8}, **SETTINGS}
-    roomy = engines.get(tiny_model("mistral"), **own)
+    roomy = tiny("mistral", **own)
     expected = [outcome.token_ids for outcome in roomy.run(jobs)]
-    small = engines.get(
-        tiny_model("mistral"),
+    small = tiny(
+        "mistral",
         **own | {"max_model_len": 400},
         kv_admission="prompt",
         num_gpu_blocks_override=106,

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved
 
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Engine, EnginePool, Job, Start, greedy, random_prompts
 from tests.plumbing.kv_events import Subscriber, blocks, subscribed
 
 pytestmark = pytest.mark.engine
@@ -42,14 +41,14 @@ def in_order(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_policy_announces_what_vllm_announces(engines: EnginePool, random_model: Path) -> None:
+def test_a_policy_announces_what_vllm_announces(demo: Start, engines: EnginePool) -> None:
     """Prompts also where they are evicted; answers where the whole cache is kept."""
     prompts, answers = {}, {}
     for policy in ("none", "full", "snapkv"):
         with subscribed() as subscriber:
             events = {"kv_events_config": subscriber.config}
             own = {} if policy != "snapkv" else {"kv_budget": 48}
-            engine = engines.get(random_model, kv_policy=policy, **own, **events, **SETTINGS)
+            engine = demo(kv_policy=policy, **own, **events, **SETTINGS)
             prompts[policy] = run(engine, subscriber, 1)
             answers[policy] = run(engine, subscriber, 40)
             if policy == "snapkv":

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.families import make_family
-from tests.engine.support import EnginePool, greedy, random_prompts
+from tests.engine.support import EnginePool, Models, greedy, random_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -26,7 +25,7 @@ ENGINE: dict[str, Any] = {
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_presses_answer_as_our_scorers(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, hybrid: bool
+    engines: EnginePool, tiny_model: Models, tmp_path: Path, hybrid: bool
 ) -> None:
     """Where every layer evicts, and where most layers have a window (Gemma 3)."""
     try:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.beside import BLOCK, SETTINGS, WHOLE, WINDOW, check_decoding
+from tests.engine.oracles import check_log_probabilities
 from tests.engine.paged_paper import PagedModel, pages_read
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Engine, EnginePool, Job, Models, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -69,7 +69,7 @@ def _merge(folder: Path, model: Path, added: dict[str, torch.Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(
-    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[int, Any], dict[int, Path]]:
     """Two LoRA requests by number, and the models that they make; 0 is the base model."""
     from vllm.lora.request import LoRARequest
@@ -142,9 +142,7 @@ def test_adapters_read_what_their_own_queries_ask_for(
         assert outcome.report["pages_read"] < outcome.report["pages_visible"]
         model.pages, model.name, model.page_size = pages, outcome.request_id, BLOCK
         logprobs = model.forward(prompt + tokens[:-1], len(prompt))[len(prompt) - 1 :]
-        assert logprobs.argmax(dim=-1).tolist() == tokens
-        for row, (token, ours) in enumerate(zip(tokens, outcome.logprobs, strict=True)):
-            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+        check_log_probabilities(logprobs, outcome, 2e-4)
     assert len({tuple(outcome.token_ids) for outcome in outcomes}) == len(cases)
 
 

@@ -4,36 +4,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
+from tests.engine.support import Engine, Job, Start, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
-BLOCK = 16
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK)
-
-
-# More fits ----------------------------------------------------------------------------------------
-
-PROMPT_LEN = 2048
-MAX_TOKENS = 96
+PROMPT_LEN, MAX_TOKENS = 2048, 96
 
 
 def running_in_steady_state(engine: Engine, num_requests: int) -> float:
     """Median number of requests that decode at once while more wait, from the second wave on."""
     counts: list[int] = []
-    finished = 0
 
     def count(engine: Engine) -> None:
-        nonlocal finished
         finished = num_requests - engine.client.get_num_unfinished_requests()
         if engine.scheduler.waiting and finished >= 8:
             counts.append(
@@ -49,23 +35,18 @@ def running_in_steady_state(engine: Engine, num_requests: int) -> float:
     return statistics.median(counts)
 
 
-def test_five_times_as_many_requests_run_at_once(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_five_times_as_many_requests_run_at_once(tiny: Start) -> None:
     """In a pool of eight full prompts, `pyramidkv` at 12 % decodes five times as many as `full`."""
-    layers = 4
     settings: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": PROMPT_LEN + 128,
         "max_num_seqs": 128,
         "max_num_batched_tokens": PROMPT_LEN + 128,
-        "num_gpu_blocks_override": 8 * _blocks(PROMPT_LEN) * layers + 1,
+        "num_gpu_blocks_override": 8 * PROMPT_LEN // 16 * 4 + 1,
     }
-    model = tiny_model("llama-thin")
-    full = running_in_steady_state(engines.get(model, kv_policy="full", **settings), 32)
-    evicting = running_in_steady_state(
-        engines.get(model, kv_policy="pyramidkv", kv_budget="12%", **settings), 160
-    )
+    full = running_in_steady_state(tiny("llama-thin", kv_policy="full", **settings), 32)
+    settings |= {"kv_policy": "pyramidkv", "kv_budget": "12%"}
+    evicting = running_in_steady_state(tiny("llama-thin", **settings), 160)
     print(f"requests decoding at once, median: full {full}, pyramidkv {evicting}")
     assert evicting >= 5 * full
     assert full >= 5  # `full` filled the pool too: the comparison is fair

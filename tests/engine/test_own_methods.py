@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import greedy, random_prompts
+from tests.engine.support import Start, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -129,14 +129,14 @@ def test_scorer_allocator_and_selector_of_the_users_own(
             assert all(head.tolist() == wanted for head in heads), (n, layer)
 
 
-def test_a_selector_of_the_users_own(random_model: Path, own_module: Path, engines: Any) -> None:
+def test_a_selector_of_the_users_own(own_module: Path, demo: Start, engines: Any) -> None:
     policy = _policy(
         own_module,
         scorer='{kind: "own_methods:EverySeventh", offset: 3}',
         selector="own_methods:Worst",
     )
     trace = own_module / "trace"
-    engine = engines.get(random_model, kv_policy=policy, kv_trace=str(trace), max_model_len=512)
+    engine = demo(kv_policy=policy, kv_trace=str(trace), max_model_len=512)
     engine.generate(random_prompts(PROMPTS, vocab_size=2048), greedy(4))
     engines.close()
     for n, layers in _kept(trace).items():
@@ -154,9 +154,9 @@ def test_a_selector_of_the_users_own(random_model: Path, own_module: Path, engin
     ],
 )
 def test_wrong_scores_end_in_one_sentence(
-    wrong: str, message: str, random_model: Path, own_module: Path, engines: Any
+    wrong: str, message: str, own_module: Path, demo: Start, engines: Any
 ) -> None:
     policy = _policy(own_module, scorer=f'{{kind: "own_methods:Broken", wrong: {wrong}}}')
     with pytest.raises(ValueError, match=message):
-        engines.get(random_model, kv_policy=policy, max_model_len=512)
+        demo(kv_policy=policy, max_model_len=512)
     engines.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, Job, random_prompts
+from tests.engine.support import Job, Start, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
 
@@ -74,6 +75,13 @@ def _settings(name: str, folder: Path) -> dict[str, Any]:
     return {"kv_policy": policy, "kv_min_tokens": 0, **settings, "kv_trace": str(folder / name)}
 
 
+def _jobs() -> list[Job]:
+    return [
+        Job(prompt, greedy_params(TOKENS), arrival)
+        for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
+    ]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pipeline-parallel")
@@ -94,10 +102,7 @@ def stages(folder: Path, tiny_model: Any) -> Iterator[Child]:
     child = Child(
         folder / "child",
         *(
-            (
-                {**common, **engine, "additional_config": _settings(name, folder / "stages")},
-                waves,
-            )
+            ({**common, **engine, "additional_config": _settings(name, folder / "stages")}, waves)
             for name, (_, _, engine) in ENGINES.items()
         ),
         ({**common, **TWO, "additional_config": HEADS}, [*waves, [], first]),
@@ -108,7 +113,10 @@ def stages(folder: Path, tiny_model: Any) -> Iterator[Child]:
     child.kill()
 
 
-def _traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
+ENDS = re.compile(r"(-stage\d)?(-rank\d)?$")
+
+
+def read_traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
     """What was kept at each eviction, by prompt length and computed tokens; all stages and ranks.
 
     `kept_<layer>` has the heads of all ranks, and `files` the names' ends.
@@ -124,7 +132,7 @@ def _traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
         length = lengths[request_id]
         place = length, int(arrays.get("computed", length))
         known = traces.setdefault(place, {"held": arrays["held"], "files": []})
-        known["files"].append(stem.partition("-stage")[2])
+        known["files"].append(stem[len(ENDS.sub("", stem)) :])
         assert (known["held"] == arrays["held"]).all()
         assert arrays["layers"].tolist() == list(range(LAYERS))
         for name in filter(lambda name: name.startswith("kept_"), arrays):
@@ -134,26 +142,22 @@ def _traces(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_two_stages(
-    engines: EnginePool, tiny_model: Any, stages: Child, folder: Path, name: str
-) -> None:
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **_settings(name, folder / "one"))
-    jobs = [
-        Job(prompt, greedy_params(TOKENS), arrival)
-        for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
-    ]
-    outcomes = engine.run(jobs)
+def test_two_stages(tiny: Start, stages: Child, folder: Path, name: str) -> None:
+    engine = tiny("llama-mha", **SETTINGS, **_settings(name, folder / "one"))
+    outcomes = engine.run(_jobs())
     result = stages.results(560)[list(ENGINES).index(name)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids
         assert output["report"] == outcome.report
     assert result["prefix_caching"] == (name != "h2o")
 
-    one, two = _traces(folder / "one" / name), _traces(folder / "stages" / name)
+    one, two = read_traces(folder / "one" / name), read_traces(folder / "stages" / name)
     assert one.keys() == two.keys()
-    ends = ["0", "1"] if ENGINES[name][2].get("tensor_parallel_size") is None else None
+    ends = ["-stage0", "-stage1"] if ENGINES[name][2].get("tensor_parallel_size") is None else None
     for place, whole in one.items():
-        assert two[place]["files"] == (ends or ["0-rank0", "0-rank1", "1-rank0", "1-rank1"])
+        assert two[place]["files"] == (
+            ends or [f"-stage{stage}-rank{rank}" for stage in (0, 1) for rank in (0, 1)]
+        )
         for key in ("held", *(f"kept_{layer}" for layer in range(LAYERS))):
             assert (two[place][key] == whole[key]).all(), (place, key)
     assert sum((whole["held"] < n).any() for (n, _), whole in one.items()) >= 3
@@ -177,19 +181,11 @@ def test_two_stages(
         assert result["evictions"] > 3
 
 
-def test_two_stages_with_lengths_of_heads(
-    engines: EnginePool, tiny_model: Any, stages: Child
-) -> None:
+def test_two_stages_with_lengths_of_heads(tiny: Start, stages: Child) -> None:
     """With bundles of two kinds, one of which has blocks in the second stage alone."""
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **HEADS, kv_min_tokens=None)
-    prompts = random_prompts(LENGTHS)
-    outcomes = engine.run(
-        [
-            Job(prompt, greedy_params(TOKENS), arrival)
-            for prompt, arrival in zip(prompts, ARRIVALS, strict=True)
-        ]
-    )
-    outcomes += engine.run([Job(prompts[0], greedy_params(TOKENS))])
+    engine = tiny("llama-mha", **SETTINGS, **HEADS, kv_min_tokens=None)
+    outcomes = engine.run(_jobs())
+    outcomes += engine.run(_jobs()[:1])
     result = stages.results(560)[len(ENGINES)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids

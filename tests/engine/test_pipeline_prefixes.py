@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix caching with two pipeline stages: tokens as without it, hits as long as with one stage.
-
-What the stages' pools have given away comes back from their host caches.
-"""
+"""Prefix caching with two pipeline stages: tokens as without it, hits as long as with one stage."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.support import EnginePool, Job, random_prompts
+from tests.engine.support import Job, Start, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plumbing.children import Child, greedy
 
@@ -39,7 +36,7 @@ def _all_but_window(tokens: int) -> int:
     return (tokens - WINDOW) // BLOCK * BLOCK
 
 
-def test_two_stages_share_prefixes(engines: EnginePool, tiny_model: Any, tmp_path: Path) -> None:
+def test_two_stages_share_prefixes(tiny: Start, tiny_model: Any, tmp_path: Path) -> None:
     first, other, *crowd = random_prompts([300, 100, 200, 200, 200, 200, 200])
     # Tokens, how many more, salt, and what is found.
     alone: list[tuple[list[int], int, str | None, int]] = [
@@ -76,8 +73,8 @@ def test_two_stages_share_prefixes(engines: EnginePool, tiny_model: Any, tmp_pat
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     try:
-        engine = engines.get(
-            tiny_model("llama-mha"),
+        engine = tiny(
+            "llama-mha",
             **SETTINGS,
             **POLICY,
             kv_cache_memory_bytes=4 * BLOCKS * PAGE,

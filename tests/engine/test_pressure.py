@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
     random_prompts,
@@ -59,21 +58,17 @@ def _short_of(engine: Engine, missing: Callable[[int], int]) -> Iterator[None]:
     def grown(running: Any) -> Any:
         return growth(running) + engine.pool.get_num_free_blocks() + missing(next(steps))
 
-    before = pressure._spare, pressure._of_step
-    pressure._growth, pressure._spare, pressure._of_step, pressure._calm = grown, 0, 1 << 60, 0
-    try:
+    pressure._calm = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_growth", grown), ("_spare", 0), ("_of_step", 1 << 60)):
+            patch.setattr(pressure, name, value)
         yield
-    finally:
-        del pressure._growth
-        pressure._spare, pressure._of_step = before
 
 
 @pytest.mark.parametrize("policy", ["auto", "pyramidkv"])
-def test_answers_are_exact_while_there_is_room(
-    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
-) -> None:
+def test_answers_are_exact_while_there_is_room(tiny: Start, policy: str) -> None:
     """No eviction, the tokens of `full`, and what follows an answer finds all of it."""
-    engine = engines.get(tiny_model("mistral"), kv_policy=policy, kv_evict="pressure", **SETTINGS)
+    engine = tiny("mistral", kv_policy=policy, kv_evict="pressure", **SETTINGS)
     exact = engine.run(_jobs(salt="exact", kv_policy="full"))
     found = engine.run(_jobs(salt="pressure"))
     _same(found, exact)
@@ -102,17 +97,12 @@ def test_answers_are_exact_while_there_is_room(
     ],
 )
 def test_an_order_at_the_prompts_end_is_an_eviction_there(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    policy: str,
-    further: dict[str, Any],
-    own: dict[str, Any],
+    tiny: Start, policy: str, further: dict[str, Any], own: dict[str, Any]
 ) -> None:
     """Ordered to the floor at once, requests keep and say what the policy's own schedule does."""
     settings = {**SETTINGS, "kv_policy": policy, **further}
-    model = tiny_model("mistral")
-    always = engines.get(model, **settings).run(_jobs(**own))
-    engine = engines.get(model, **settings, kv_evict="pressure")
+    always = tiny("mistral", **settings).run(_jobs(**own))
+    engine = tiny("mistral", **settings, kv_evict="pressure")
     engine.shuffle_blocks()
     with _short_of(engine, lambda step: 1 << 20):
         found = engine.run(_jobs(**own))
@@ -144,20 +134,14 @@ def _survivors(engine: Engine) -> Iterator[dict[tuple[int, int], list[torch.Tens
             found[age, layer] = [cache[table, :, places % size].clone() for cache in caches]
         return left
 
-    late._compact = compacted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late, "_compact", compacted)
         yield found
-    finally:
-        del late._compact
 
 
-def test_several_orders_keep_what_one_does(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_several_orders_keep_what_one_does(tiny: Start) -> None:
     """Level after level, some tokens apart, survivors are those of the floor's eviction."""
-    engine = engines.get(
-        tiny_model("mistral"), kv_policy="pyramidkv", kv_evict="pressure", **SETTINGS
-    )
+    engine = tiny("mistral", kv_policy="pyramidkv", kv_evict="pressure", **SETTINGS)
     with _survivors(engine) as at_once, _short_of(engine, lambda step: 1 << 20):
         engine.run(_jobs(salt="a"))
 
@@ -187,16 +171,13 @@ def test_several_orders_keep_what_one_does(
     ids=["budgets", "sync", "async", "drafts"],
 )
 def test_a_burst_is_served_without_preemptions(
-    engines: EnginePool, tiny_model: Callable[[str], Path], further: dict[str, Any], headroom: float
+    tiny: Start, further: dict[str, Any], headroom: float
 ) -> None:
-    """Prompts of four times the pool: evicted step by step, none is computed twice.
-
-    They wait rather than that one is evicted to its budget, where they count more.
-    """
+    """Prompts of four times the pool: evicted step by step, none is computed twice."""
     schedule = {"schedule": {"kind": "pressure", "headroom": headroom}}
     further = {**further, "kv_policy_args": {**SETTINGS["kv_policy_args"], **schedule}}
-    engine = engines.get(
-        tiny_model("mistral"),
+    engine = tiny(
+        "mistral",
         kv_policy="snapkv",
         kv_evict="pressure",
         num_gpu_blocks_override=2 * 4 * (1024 // 16) + 1,
@@ -210,10 +191,9 @@ def test_a_burst_is_served_without_preemptions(
         counts.append((len(running), pressure.totals()["requests_by_level"]))
         return orders(running, *step)
 
-    pressure.orders = counted
-    with count_preemptions(engine) as preemptions:
+    with count_preemptions(engine) as preemptions, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pressure, "orders", counted)
         found = engine.run(jobs)
-    del pressure.orders
     levels = [one.report["evicted_to"] for one in found]
     totals = pressure.totals()
     print(preemptions, levels, totals)
@@ -228,12 +208,10 @@ def test_a_burst_is_served_without_preemptions(
     engine.check_whole()
 
 
-def test_what_others_share_is_left_alone(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_what_others_share_is_left_alone(tiny: Start) -> None:
     """Two requests of one prompt keep it whole while both run, though another finds no room."""
-    engine = engines.get(
-        tiny_model("mistral"),
+    engine = tiny(
+        "mistral",
         kv_policy="snapkv",
         kv_evict="pressure",
         num_gpu_blocks_override=4 * (640 // 16) + 1,

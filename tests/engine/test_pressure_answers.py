@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +13,8 @@ import pytest
 
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
+    Start,
     count_preemptions,
     greedy,
     kept_at_evictions,
@@ -60,19 +60,15 @@ def _positions(engine: Engine) -> Iterator[list[tuple[int, int, list[list[int]]]
                 found.append((point.computed, layer, kept))
         return compact(own, skip, point, level, blocks)
 
-    late._compact = compacted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late, "_compact", compacted)
         yield found
-    finally:
-        del late._compact
 
 
 @pytest.mark.parametrize("further", [{}, {"async_scheduling": True}], ids=["sync", "async"])
-def test_answers_are_exact_while_there_is_room(
-    engines: EnginePool, tiny_model: Callable[[str], Path], further: dict[str, Any]
-) -> None:
+def test_answers_are_exact_while_there_is_room(tiny: Start, further: dict[str, Any]) -> None:
     """Points come and go, nothing is evicted, and the tokens are those of `full`."""
-    engine = engines.get(tiny_model("mistral"), **_settings("auto", **further))
+    engine = tiny("mistral", **_settings("auto", **further))
     prompts = random_prompts(LENGTHS, seed=5)
     jobs = [Job(prompt, greedy(110, logprobs=2), salt="a") for prompt in prompts]
     full = [Job(p, greedy(110, logprobs=2, kv_policy="full"), salt="b") for p in prompts]
@@ -83,11 +79,9 @@ def test_answers_are_exact_while_there_is_room(
         seen.extend(zip(found[0].request_ids, found[0].points.tolist(), strict=True))
         return found
 
-    _late(engine)._evictions_at = watched
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_late(engine), "_evictions_at", watched)
         found = engine.run(jobs)
-    finally:
-        del _late(engine)._evictions_at
     assert sorted(point for _, point in seen) == sorted(
         length + count * EVERY for length in LENGTHS for count in (1, 2)
     )
@@ -109,17 +103,12 @@ def test_answers_are_exact_while_there_is_room(
     ],
 )
 def test_an_order_at_a_point_is_an_eviction_of_a_prompt_of_that_length(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-    policy: str,
-    further: dict[str, Any],
-    own: dict[str, Any],
+    tiny: Start, tmp_path: Path, policy: str, further: dict[str, Any], own: dict[str, Any]
 ) -> None:
     """`always` evicts a prompt that is the first one and what was generated up to the point."""
-    model, after = tiny_model("mistral"), 14
+    after = 14
     settings = _settings(policy, **further)
-    engine = engines.get(model, **settings)
+    engine = tiny("mistral", **settings)
     engine.shuffle_blocks()
     prompts = random_prompts(LENGTHS, seed=5)
     jobs = [Job(p, greedy(EVERY + after, logprobs=2, **own)) for p in prompts]
@@ -131,7 +120,7 @@ def test_an_order_at_a_point_is_an_eviction_of_a_prompt_of_that_length(
         found = engine.run(jobs)
     del settings["kv_evict"]
     del settings["kv_policy_args"]["schedule"]
-    always = engines.get(model, **settings, kv_trace=str(tmp_path))
+    always = tiny("mistral", **settings, kv_trace=str(tmp_path))
     longer = [[*one.job.prompt, *one.token_ids[:EVERY]] for one in found]
     expected = always.run([Job(prompt, greedy(after, logprobs=2, **own)) for prompt in longer])
     for one, other in zip(found, expected, strict=True):
@@ -156,11 +145,9 @@ def test_an_order_at_a_point_is_an_eviction_of_a_prompt_of_that_length(
     engine.check_whole()
 
 
-def test_several_orders_at_a_point_keep_what_one_does(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_several_orders_at_a_point_keep_what_one_does(tiny: Start) -> None:
     """Level after level behind a point, then again behind the next one: each gives blocks back."""
-    engine = engines.get(tiny_model("mistral"), **_settings("pyramidkv"))
+    engine = tiny("mistral", **_settings("pyramidkv"))
     prompts = random_prompts(LENGTHS[:3], seed=5)
 
     def by_steps(step: int) -> int:
@@ -181,17 +168,12 @@ def test_several_orders_at_a_point_keep_what_one_does(
 
 
 @pytest.mark.parametrize("further", [{}, {"async_scheduling": True}], ids=["sync", "async"])
-def test_long_answers_are_served_without_preemptions(
-    engines: EnginePool, tiny_model: Callable[[str], Path], further: dict[str, Any]
-) -> None:
-    """Eight answers of 500 tokens in a pool for three: they are evicted, none is computed twice.
-
-    Without points for answers, requests are preempted.
-    """
+def test_long_answers_are_served_without_preemptions(tiny: Start, further: dict[str, Any]) -> None:
+    """Eight answers of 500 tokens in a pool for three: they are evicted, none is computed twice."""
     preempted = []
     for every in (0, 64):
-        engine = engines.get(
-            tiny_model("mistral"),
+        engine = tiny(
+            "mistral",
             **_settings(
                 "snapkv",
                 every,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.engine.beside import BLOCK, BUDGET, SETTINGS, WHOLE, WINDOW, check_decoding
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import EnginePool, Job, greedy, random_prompts
+from tests.engine.support import EnginePool, Job, Models, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -25,9 +24,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traces")
 
 
-def test_prompt_embeddings(
-    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path
-) -> None:
+def test_prompt_embeddings(engines: EnginePool, tiny_model: Models, traces: Path) -> None:
     """The embeddings of tokens in place of the tokens: the same survivors and the same answer."""
     path = tiny_model("qwen3")
     rows = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
@@ -50,7 +47,7 @@ def test_prompt_embeddings(
 
 
 def test_prompt_embeddings_share_with_their_equals_alone(
-    engines: EnginePool, tiny_model: Callable[[str], Path], traces: Path
+    engines: EnginePool, tiny_model: Models, traces: Path
 ) -> None:
     """Placeholders of tokens are all alike: what is cached goes by the embeddings."""
     path = tiny_model("qwen3")

@@ -10,7 +10,16 @@ import pytest
 from tests.engine import models
 from tests.engine.support import EnginePool, Job
 from tests.engine.support import greedy as greedy_params
-from tests.engine.test_runner_v2 import BESIDE, DEEPER, POLICIES, REQUESTS, SETTINGS, SHAPE, prompts
+from tests.engine.test_runner_v2 import (
+    BESIDE,
+    DEEPER,
+    POLICIES,
+    REQUESTS,
+    SETTINGS,
+    SHAPE,
+    prompts,
+    variables,
+)
 from tests.plumbing.children import Child, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -44,10 +53,8 @@ def test_two_ranks(tmp_path: Path, engines: EnginePool, monkeypatch: pytest.Monk
             for name in SERVED
         ),
         triton="attention",
-        TRITON_INTERPRET="1",
+        **variables("2"),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_V2_MODEL_RUNNER="1",
     )
     try:
         expected = {}

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.families import make_family
-from tests.engine.support import EnginePool, greedy
-from tests.engine.test_fp8 import attention_layers as layers
+from tests.engine.support import EnginePool, Models, Start, greedy
 from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.engine
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 OWN_PAGES = {
     "kv_policy": "select",
     "kv_policy_args": {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}},
@@ -51,8 +51,7 @@ def test_what_works_is_not_refused(random_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "reason"),
-    [("h2o", "adds up"), ("pyramidinfer", "between the layers")],
+    ("policy", "reason"), [("h2o", "adds up"), ("pyramidinfer", "between the layers")]
 )
 def test_policies_without_prefix_caching_say_why(
     random_model: Path, policy: str, reason: str, caplog: pytest.LogCaptureFixture
@@ -89,10 +88,7 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
     ("arguments", "flag"),
     [
         (
-            {
-                "pipeline_parallel_size": 2,
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            },
+            {"pipeline_parallel_size": 2, "speculative_config": NGRAM},
             "--pipeline-parallel-size and --speculative-config",
         ),
         (
@@ -107,10 +103,7 @@ def test_without_a_policy_vllm_is_left_alone(random_model: Path) -> None:
             {"distributed_executor_backend": "external_launcher"},
             "--distributed-executor-backend external_launcher",
         ),
-        (
-            {"data_parallel_size": 2, "data_parallel_backend": "ray"},
-            "--data-parallel-backend ray",
-        ),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "--data-parallel-backend ray"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
         ({"enable_fault_tolerance": True}, "--enable-fault-tolerance"),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
@@ -181,11 +174,10 @@ def test_models_that_the_host_cache_cannot_store(tmp_path: Path, random_model: P
         model = make_family(family, tmp_path / family)
         with pytest.raises(ValueError, match="--kv-host-cache and a model of which some layers"):
             _config(model, own)
-    drafts = {"num_speculative_tokens": 2}
-    of_model = {"method": "draft_model", "model": str(random_model), **drafts}
+    of_model = {**NGRAM, "method": "draft_model", "model": str(random_model)}
     with pytest.raises(ValueError, match="--kv-host-cache and a draft model"):
         _config(random_model, own, speculative_config=of_model)
-    ngram = {"method": "ngram", "prompt_lookup_max": 2, **drafts}
+    ngram = {**NGRAM, "prompt_lookup_max": 2}
     config = _config(random_model, own, speculative_config=ngram)
     served = ServedSettings.of(config)
     assert served is not None and served.host_cache_bytes == int(0.01 * 2**30)
@@ -203,7 +195,7 @@ def test_hybrid_models_in_pipeline_stages(tmp_path: Path) -> None:
         _config(windows, pipeline_parallel_size=2)
 
 
-def test_models_in_which_every_layer_slides(tiny_model: Callable[[str], Path]) -> None:
+def test_models_in_which_every_layer_slides(tiny_model: Models) -> None:
     """There is nothing to evict; beside layers with full attention windows are companions."""
     model = tiny_model("mistral-sliding")
     with pytest.raises(ValueError, match=r"every layer has a sliding window.*--kv-policy none"):
@@ -253,7 +245,7 @@ def test_missing_kernels(
 
 
 def test_an_engine_on_the_reference(
-    random_model: Path, engines: EnginePool, request: pytest.FixtureRequest
+    demo: Start, engines: EnginePool, request: pytest.FixtureRequest
 ) -> None:
     """Ask for the same tokens of C++ and of the PyTorch kernels, which the variable allows."""
     settings = {"kv_policy": "pyramidkv", "kv_budget": 24, "dtype": "float32"}
@@ -265,8 +257,10 @@ def test_an_engine_on_the_reference(
             request.getfixturevalue("broken_library")
             request.getfixturevalue("monkeypatch").setenv("VLLM_PYRAMID_ALLOW_REFERENCE", "1")
         engines.close()
-        engine = engines.get(random_model, **settings)
-        assert {layer.impl.ops.__name__.rpartition(".")[2] for layer in layers(engine)} == {name}
+        engine = demo(**settings)
+        assert {
+            layer.impl.ops.__name__.rpartition(".")[2] for layer in engine.attention_layers()
+        } == {name}
         (outcome,) = engine.generate([prompt], greedy(8))
         answers[name] = (outcome.token_ids, outcome.report)
         engines.close()

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.beside import BUDGET, WINDOW
 from tests.engine.models import write_model
-from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from tests.engine.support import Engine, EnginePool, Job, Models, Outcome, greedy, random_prompts
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_nothing_of_old_weights_is_found(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, asynchronous: bool
+    engines: EnginePool, tiny_model: Models, tmp_path: Path, asynchronous: bool
 ) -> None:
     """Not in the cache, in host memory, in files, nor by requests that run meanwhile."""
     model, folder = tiny_model("mistral"), tmp_path / "kv"

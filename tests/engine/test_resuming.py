@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     assert_same_tokens,
     count_preemptions,
     greedy,
@@ -53,14 +55,12 @@ def test_a_state_ends_anywhere_in_a_block(engines: EnginePool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("answer", [3, ANSWER])
-def test_a_turn_whose_answer_is_not_repeated(
-    engines: EnginePool, tiny_model: Callable[[str], Path], answer: int
-) -> None:
+def test_a_turn_whose_answer_is_not_repeated(tiny: Start, answer: int) -> None:
     """Clients cut answers or render them anew: each turn goes on from the end of the one before."""
     said, found = random_prompts(SAID, seed=4), []
     for caching, asynchronous in ((False, False), (True, False), (True, True)):
         own = {"enable_prefix_caching": caching, "async_scheduling": asynchronous}
-        engine = engines.get(tiny_model("mistral"), **SETTINGS, **own)
+        engine = tiny("mistral", **SETTINGS, **own)
         engine.shuffle_blocks()
         tokens: list[int] = []
         ends: list[int] = []
@@ -79,11 +79,7 @@ def test_a_turn_whose_answer_is_not_repeated(
 
 
 def _crowd(engine: Engine, look: Any, like: Sequence[Outcome] = ()) -> list[Outcome]:
-    """Three turns of four conversations, side by side; one of the second turns is aborted.
-
-    Args:
-        like: what came of it in another engine, whose answers these turns go on from.
-    """
+    """Three turns of four conversations, side by side; one of the second turns is aborted."""
     tokens: list[list[int]] = [[]] * 4
     turns: list[list[int]] = [[]] * 4
     ended = []
@@ -133,7 +129,7 @@ def test_who_is_preempted_or_aborted_says_the_same(engines: EnginePool, tmp_path
 
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
 def test_drafts_of_a_model(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, kind: str
+    engines: EnginePool, tiny_model: Models, tmp_path: Path, kind: str
 ) -> None:
     """Greedy tokens and hits are those without drafts, and drafts are accepted behind a hit."""
     if not is_cpu_build():

@@ -22,7 +22,16 @@ from tests.engine.paper import (
     window_importance,
     xkv_lengths,
 )
-from tests.engine.support import Engine, EnginePool, Job, Outcome, greedy, random_prompts
+from tests.engine.support import (
+    Engine,
+    EnginePool,
+    Job,
+    Models,
+    Outcome,
+    Start,
+    greedy,
+    random_prompts,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -70,11 +79,7 @@ def _check_solved(
     fill_blocks: bool,
     retention: float | None,
 ) -> None:
-    """Lengths that follow from the prompt's scores: the formulas on Transformers' queries, keys.
-
-    Args:
-        model: that has decoded the outcome's tokens.
-    """
+    """Lengths that follow from the prompt's scores: the formulas on Transformers' queries, keys."""
     solved, kept = outcome.report["solved_tokens"], outcome.report["kept_tokens"]
     n, layers, budget = len(outcome.job.prompt), len(solved), outcome.report["kv_budget"]
     lengths = [keep - window for keep in solved]
@@ -145,9 +150,7 @@ def demo_reference(random_model: Path) -> EvictedModel:
 
 
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen2", "mistral"])
-def test_other_models(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
+def test_other_models(engines: EnginePool, tiny_model: Models, tmp_path: Path, name: str) -> None:
     """No grouping, groups of eight with head size 64, biases, Mistral; other scorer settings."""
     scorer = {"kernel_size": 7, "gqa_reduce": "max"}
     path = tiny_model(name)
@@ -174,17 +177,11 @@ def test_other_models(
     ],
 )
 def test_lengths_from_the_scores(
-    engines: EnginePool,
-    random_model: Path,
-    demo_reference: EvictedModel,
-    tmp_path: Path,
-    policy: str,
-    args: dict[str, Any],
+    demo: Start, demo_reference: EvictedModel, tmp_path: Path, policy: str, args: dict[str, Any]
 ) -> None:
     """Lengths, kept positions and decoding of the policies that solve each prompt."""
     retention = args.get("retention")
-    engine = engines.get(
-        random_model,
+    engine = demo(
         kv_policy=policy,
         kv_budget=None if retention else 40,
         kv_policy_args=args,

@@ -66,7 +66,11 @@ ATTEND = {"min_tokens": 0, "sinks": 16, "recent": 16, "dense_layers": 1}
 # Policies of the engines that run in turn in a process: of the attention of CUDA devices also one
 # whose lengths the worker solves, and one that evicts during generation.
 POLICIES: dict[str, dict[str, Any]] = {
-    "pyramidkv": {"kv_policy": "pyramidkv", "kv_budget": 24},
+    # Requests of "spans" keep their first tokens.
+    **{
+        name: {"kv_policy": "pyramidkv", "kv_budget": 24}
+        for name in ("pyramidkv", "spans", "hybrid", "drafts", "eagle", "fp8")
+    },
     "auto": {"kv_policy": "auto", "kv_budget": 24, "kv_policy_args": {"window": 16}},
     "xkv": {"kv_policy": "xkv", "kv_budget": 24},
     "h2o": {"kv_policy": "h2o", "kv_budget": 24, "kv_policy_args": {"interval": 4}},
@@ -75,11 +79,6 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_budget": 24,
         "kv_policy_args": {"chunk": {"tokens": 32, "keep": 24, "scorer": "keydiff"}},
     },
-    "spans": {"kv_policy": "pyramidkv", "kv_budget": 24},  # its requests keep their first tokens
-    "hybrid": {"kv_policy": "pyramidkv", "kv_budget": 24},
-    "drafts": {"kv_policy": "pyramidkv", "kv_budget": 24},
-    "eagle": {"kv_policy": "pyramidkv", "kv_budget": 24},
-    "fp8": {"kv_policy": "pyramidkv", "kv_budget": 24},
     # Pages of two sizes, which vLLM's two runners lay out each in its own way.
     "kcache": {"kv_policy": "kcache", "kv_policy_args": {"top_n": 8}},
     # The survivors' V on the host, but for the first layer's: tables of two sizes are shifted.
@@ -99,11 +98,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "heads": {
         "kv_policy": "duoattention",
         "kv_min_tokens": None,
-        "kv_policy_args": {
-            "mask": [[0.9, 0.1], [0.2, 0.8]],
-            "heads.sinks": 4,
-            "heads.recent": 12,
-        },
+        "kv_policy_args": {"mask": [[0.9, 0.1], [0.2, 0.8]], "heads.sinks": 4, "heads.recent": 12},
     },
     # No head keeps everything, and what an eviction overwrites is copied.
     "streams": {
@@ -112,11 +107,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "kv_policy_args": {"share": 0.0, "heads.sinks": 4, "heads.recent": 12},
     },
     # Pieces of 48 tokens, of which the upper layers hold 48, 32 and 16.
-    "thinned": {
-        "kv_policy": "pyramidinfer",
-        "kv_min_tokens": 0,
-        "kv_policy_args": THINS,
-    },
+    "thinned": {"kv_policy": "pyramidinfer", "kv_min_tokens": 0, "kv_policy_args": THINS},
 }
 # What engines have beside their policy. Drafts change nothing: they are compared with one that has
 # none.
@@ -184,6 +175,16 @@ REQUESTS: list[tuple[int, int, int, dict[str, Any]]] = [
 ]
 
 
+def variables(runner: str, graphs: bool = False) -> dict[str, str]:
+    """The environment of a child under Triton's interpreter and one of vLLM's two runners."""
+    return {
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH": "1" if graphs else "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "2" else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model of each policy."""
@@ -238,10 +239,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
         triton=triton,
         graphs=GRAPHS.get(name),
         kernels=name in KERNELS,
-        TRITON_INTERPRET="1",
-        VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name in GRAPHS else "0",
-        VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        **variables(runner, name in GRAPHS),
     )
 
 
@@ -386,10 +384,7 @@ def test_failures_under_the_second_runner(
             tmp_path / "child",
             (llm, [[[prompt, greedy(4)] for prompt in sent]]),
             triton="interpreter",
-            TRITON_INTERPRET="1",
-            VLLM_USE_BREAKABLE_CUDAGRAPH="0",
-            VLLM_USE_V2_MODEL_RUNNER="1",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            **variables("2"),
         )
         try:
             engine = engines.get(model["pyramidkv"], **settings, **policy)

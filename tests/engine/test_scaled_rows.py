@@ -22,9 +22,9 @@ from tests.engine.drafts import write_eagle
 from tests.engine.families import make_family
 from tests.engine.support import Engine, EnginePool, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
-from tests.engine.test_fp8 import Written, attention_layers
+from tests.engine.test_fp8 import Written
 from tests.engine.test_runner_v2 import BESIDE as OF_RUNNERS_BESIDE
-from tests.engine.test_runner_v2 import DRAFTS, EAGLE, HYBRID, SETTINGS, SHAPE
+from tests.engine.test_runner_v2 import DRAFTS, EAGLE, HYBRID, SETTINGS, SHAPE, variables
 from tests.engine.test_runner_v2 import POLICIES as OF_RUNNERS
 from tests.plumbing.children import Child, greedy
 
@@ -143,10 +143,7 @@ def children(
             triton="attention",
             kernels=True,
             graphs="FULL_DECODE_ONLY" if name == "graphs" else None,
-            TRITON_INTERPRET="1",
-            VLLM_USE_BREAKABLE_CUDAGRAPH="1" if name == "graphs" else "0",
-            VLLM_USE_V2_MODEL_RUNNER="1" if runner == "2" else "0",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            **variables(runner, name == "graphs"),
         )
     yield running
     for child in running.values():
@@ -166,7 +163,7 @@ def kept_in(folder: Path) -> list[tuple[int, list[list[list[int]]]]]:
 
 def run_oracle(engine: Engine, dtype: torch.dtype) -> list[tuple[list[int], dict[str, Any], int]]:
     """Of each request its tokens, its report, and the tokens of a prefix that it found."""
-    for layer in attention_layers(engine):
+    for layer in engine.attention_layers():
         layer.impl.ops = RoundedRows(layer.impl.ops, dtype)
     jobs = [
         Job(prompt, greedy_params(tokens), arrival)

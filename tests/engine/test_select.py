@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select instead of evict: the whole cache where all is read, an oracle's answer where it is not.
-
-The independent implementation is Transformers with its attention function replaced: rows behind the
-prompt see, in each layer and KV head, the tokens of the pages that the engine read, and no others.
-That these are the best pages is checked with scores from the oracle's own queries and keys.
-"""
+"""Selected pages: the whole cache's answer where all is read, an oracle's where it is not."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +14,15 @@ import torch
 
 from tests.engine.drafts import count_drafts
 from tests.engine.hybrids import make_hybrid
-from tests.engine.paged_paper import PagedModel, Pages, SummaryCheck, pages_read, selecting_layers
+from tests.engine.oracles import check_log_probabilities
+from tests.engine.paged_paper import PagedModel, Pages, SummaryCheck, pages_read
 from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     assert_same_tokens,
     greedy,
     random_prompts,
@@ -74,7 +72,7 @@ def _fresh(engine: Engine) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[[str], Path]) -> Path:
+def model(tiny_model: Models) -> Path:
     return tiny_model(MODEL)
 
 
@@ -131,45 +129,46 @@ def _choices(outcome: Outcome, pages: Pages) -> Iterator[tuple[int, int, list[li
             yield layer, position, heads
 
 
+def _check_best(found: list[int], scores: torch.Tensor, own: int) -> bool:
+    """Sinks and recent pages are found, and what scores best; whether there was another page."""
+    always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
+    assert always <= set(found)
+    best = [float(scores[page]) for page in found if page not in always]
+    rest = [float(scores[page]) for page in range(own) if page not in found]
+    assert not rest or min(best) >= max(rest) - 1e-5
+    return bool(rest)
+
+
 @pytest.mark.parametrize(("scorer", "combine"), [("spread", "mean"), ("box", "max")])
 def test_an_independent_implementation_gives_its_tokens(
-    engines: EnginePool, model: Path, scorer: str, combine: str
+    tiny: Start, model: Path, scorer: str, combine: str
 ) -> None:
     attend = {**ATTEND, "scorer": scorer, "combine": combine}
-    engine = engines.get(model, **{**SELECT, "kv_policy_args": {"attend": attend}})
+    engine = tiny(MODEL, **{**SELECT, "kv_policy_args": {"attend": attend}})
     _fresh(engine).shuffle_blocks()
     with pages_read(engine) as pages:
         outcomes = engine.run(_jobs(lengths=(17, 97, 257, 512)))
     _assert_read(outcomes)
     chosen = 0
     for outcome, oracle, logprobs in _oracle_runs(model, outcomes, pages):
-        prompt, generated = outcome.job.prompt, outcome.token_ids
-        assert logprobs.argmax(dim=-1).tolist() == generated
-        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
-            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+        prompt = outcome.job.prompt
+        check_log_probabilities(logprobs, outcome, 2e-4)
         for layer, position, heads in _choices(outcome, pages):
             own = position // N
             assert layer >= DENSE and position >= len(prompt) and len(heads) == KV_HEADS
             for head, found in enumerate(heads):
                 assert len(set(found)) == len(found) == min(BUDGET, own + 1)
-                always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
-                assert always <= set(found) and found == sorted(found)
+                assert found == sorted(found)
                 group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
                 query = oracle.queries[layer][group, position]
                 keys = oracle.keys[layer][head, : own * N]
                 scores = _scores(scorer, query, keys, combine)
-                best = [float(scores[page]) for page in found if page not in always]
-                rest = [float(scores[page]) for page in range(own) if page not in found]
-                assert not rest or min(best) >= max(rest) - 1e-5
-                chosen += bool(rest)
+                chosen += _check_best(found, scores, own)
     assert chosen > 3 * TOKENS * (LAYERS - DENSE) * KV_HEADS / 2
 
 
 def test_the_page_scorer_of_the_documents_chooses(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engines: EnginePool, tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an engine, the pages that it scores highest; where it raises, its requests end."""
     page = (Path(__file__).parents[2] / "docs" / "select.md").read_text(encoding="utf-8")
@@ -191,14 +190,11 @@ def test_the_page_scorer_of_the_documents_chooses(
                 keys = oracle.keys[layer][head, : own * N].double().unflatten(0, (own, 2, N // 2))
                 halves = keys.mean(dim=2) @ oracle.queries[layer][head, position].double()
                 scores = halves[:, 0] + 0.5 * halves[:, 1]
-                always = {*range(SINKS), *range(own - RECENT + 1, own + 1)}
-                best = [float(scores[page]) for page in found if page not in always]
-                rest = [float(scores[page]) for page in range(own) if page not in found]
-                assert always <= set(found) and min(best) >= max(rest) - 1e-5
+                assert _check_best(found, scores, own)
                 compared += 1
     assert compared == len(outcomes) * (TOKENS - 1) * (LAYERS - DENSE) * len(heads)
 
-    (selector,) = next(iter(selecting_layers(engine))).impl.context.hooks.before_attention
+    (selector,) = engine.attention_layers(evicting=True)[0].impl.context.hooks.before_attention
     calls = []
 
     def fail_once(query: torch.Tensor) -> torch.Tensor:
@@ -216,12 +212,10 @@ def test_the_page_scorer_of_the_documents_chooses(
     assert [o.token_ids for o in again] == [o.token_ids for o in outcomes]
 
 
-def test_layers_may_read_different_numbers_of_pages_from_a_context_on(
-    engines: EnginePool, model: Path
-) -> None:
+def test_layers_may_read_different_numbers_of_pages_from_a_context_on(tiny: Start) -> None:
     """A pyramid of budgets, and everything below `min_context`: what attention is given says so."""
     attend = {**ATTEND, "allocator": {"kind": "arithmetic", "beta": 2.0}, "min_context": 264}
-    engine = engines.get(model, **{**SELECT, "kv_policy_args": {"attend": attend}})
+    engine = tiny(MODEL, **{**SELECT, "kv_policy_args": {"attend": attend}})
     with pages_read(_fresh(engine)) as pages:
         outcomes = engine.run(_jobs(lengths=(97, 257, 512)))
     budgets = load_policy("select", args={"attend": attend}).attend.pages(512, LAYERS, N)
@@ -245,7 +239,7 @@ def test_layers_may_read_different_numbers_of_pages_from_a_context_on(
 # Invariance ---------------------------------------------------------------------------------------
 
 
-def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:
+def test_drafts_change_nothing(tiny: Start) -> None:
     """Each draft chooses by itself, and a rejected one leaves no trace in a summary."""
     prompts = [
         [8 + (7 * i + i // 40) % 40 for i in range(length)] for length in (97, 257, 512, 330)
@@ -254,10 +248,10 @@ def test_drafts_change_nothing(engines: EnginePool, model: Path) -> None:
     def jobs() -> list[Job]:
         return [Job(prompt, greedy(40, logprobs=2)) for prompt in prompts]
 
-    engine = _fresh(engines.get(model, **SELECT))
+    engine = _fresh(tiny(MODEL, **SELECT))
     plain = engine.run(jobs())
-    drafted = engines.get(
-        model,
+    drafted = tiny(
+        MODEL,
         **SELECT,
         speculative_config={
             "method": "ngram",
@@ -286,10 +280,7 @@ def test_evicted_and_selected(
     tmp_path_factory: pytest.TempPathFactory,
     span: tuple[int, int] | None,
 ) -> None:
-    """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's.
-
-    Tokens that a request keeps by `kv_keep` are in the cache, and are read where they are chosen.
-    """
+    """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's."""
     folder = tmp_path_factory.getbasetemp() / "evicted-and-selected"
     folder.mkdir(exist_ok=True)
     engine = engines.get(
@@ -326,22 +317,20 @@ def test_evicted_and_selected(
         oracle.name = outcome.request_id
         oracle.survivors = layers
         logprobs = oracle.forward(prompt + generated[:-1], len(prompt))[len(prompt) - 1 :]
-        assert logprobs.argmax(dim=-1).tolist() == generated
-        for row, (token, ours) in enumerate(zip(generated, outcome.logprobs, strict=True)):
-            assert ours[token] == pytest.approx(float(logprobs[row, token]), abs=2e-4)
+        check_log_probabilities(logprobs, outcome, 2e-4)
     assert (left_out == 0) == (span is not None)
     engine.check_whole()
 
 
-def test_evicted_inside_the_prompt_and_selected(engines: EnginePool, model: Path) -> None:
+def test_evicted_inside_the_prompt_and_selected(tiny: Start) -> None:
     """Keys move at every point; with a large budget it is what the policy is without `attend`."""
     chunk = {"tokens": 128, "keep": 96, "scorer": "keydiff"}
     common = {**SETTINGS, "kv_policy": "keydiff", "kv_budget": 64}
-    evicted = engines.get(model, **common, kv_policy_args={"chunk": chunk})
+    evicted = tiny(MODEL, **common, kv_policy_args={"chunk": chunk})
     lengths = (97, 330, 512, 700)
     expected = evicted.run(_jobs(60, lengths))
     attend = {"kind": "pages", **ATTEND, "budget": 3 * N, "recent": 0}
-    engine = engines.get(model, **common, kv_policy_args={"chunk": chunk, "attend": attend})
+    engine = tiny(MODEL, **common, kv_policy_args={"chunk": chunk, "attend": attend})
     _assert_equal(engine.run(_jobs(60, lengths, kv_attend_budget="100%")), expected)
     _fresh(engine)
     check = SummaryCheck()
@@ -359,10 +348,7 @@ def test_evicted_inside_the_prompt_and_selected(engines: EnginePool, model: Path
 def test_layers_of_other_kinds_attend_as_ever(
     engines: EnginePool, tmp_path: Path, family: str
 ) -> None:
-    """Windows, learned sinks, states: only layers with full attention select.
-
-    Of gemma3n also layers that read the cache of another layer, which choose by their own queries.
-    """
+    """Windows, learned sinks, states: only layers with full attention select."""
     folder = make_hybrid(family, tmp_path)
     jobs = {"lengths": (33, 257, 512)}
     common = {**SETTINGS, "max_num_batched_tokens": 512}
@@ -385,8 +371,8 @@ def test_layers_of_other_kinds_attend_as_ever(
     engine.check_whole()
 
 
-def test_the_metrics_and_the_scheduler_count_pages(engines: EnginePool, model: Path) -> None:
-    engine = _fresh(engines.get(model, **SELECT))
+def test_the_metrics_and_the_scheduler_count_pages(tiny: Start) -> None:
+    engine = _fresh(tiny(MODEL, **SELECT))
     (hooks,) = [one for one in engine.scheduler.pyramid.hooks if isinstance(one, PageReads)]
     before = hooks.totals()
     outcomes = engine.run(_jobs(lengths=(257, 97)))

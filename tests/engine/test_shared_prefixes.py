@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from tests.engine.support import EnginePool, Job, assert_same_tokens, greedy, random_prompts
+from tests.engine.support import Job, Start, assert_same_tokens, greedy, random_prompts
 from vllm_pyramid.kernels.contract import FEWEST_KEYS
 from vllm_pyramid.kernels.cpu.library import shared_rows
 
@@ -18,12 +15,10 @@ PREFIX, TAILS, ANSWER = 1600, (40, 90, 33, 64, 121, 57, 75, 48, 100), 12
 HEADS, LAYERS = 4, 4  # of the model "mistral"
 
 
-def test_a_request_answers_in_a_group_as_alone(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_a_request_answers_in_a_group_as_alone(tiny: Start) -> None:
     """Decode a group that keeps everything among requests that evict, in float32."""
-    engine = engines.get(
-        tiny_model("mistral"),
+    engine = tiny(
+        "mistral",
         dtype="float32",
         enable_prefix_caching=True,
         max_model_len=2048,

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, Job, Outcome, greedy, random_prompts
+from tests.engine.support import Job, Outcome, Start, greedy, random_prompts
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 
 pytestmark = pytest.mark.engine
@@ -40,12 +39,10 @@ def _check_report(run: Outcome, layers: int) -> None:
     assert report["blocks_after"] == sum(-(-(n - skip) // BLOCK) for skip in skips)
 
 
-def test_a_retention_for_every_prompt(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_retention_for_every_prompt(tiny: Start, tmp_path: Path) -> None:
     """The total follows from the prompt; the budget, of the engine or a request, limits it."""
-    engine = engines.get(
-        tiny_model("llama-mha"),
+    engine = tiny(
+        "llama-mha",
         **{**SETTINGS, "kv_budget": None, "kv_policy_args": {"retention": 0.4}},
         kv_trace=str(tmp_path),
     )
@@ -67,13 +64,11 @@ def test_a_retention_for_every_prompt(
     engine.check_whole()
 
 
-def test_a_sample_is_solved_and_the_rest_gets_its_average(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_a_sample_is_solved_and_the_rest_gets_its_average(tiny: Start) -> None:
     """Solved and averaged prompts in the same steps, two applications, shares from a client."""
     from vllm.exceptions import VLLMValidationError
 
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, kv_policy_args={"sample_first": 2})
+    engine = tiny("llama-mha", **SETTINGS, kv_policy_args={"sample_first": 2})
     prompts = random_prompts([300, 400, 350, 500, 256], seed=8)
     first = engine.generate(prompts[:2], greedy(4))
     chosen = np.array([run.report["solved_tokens"] for run in first], float) - 8

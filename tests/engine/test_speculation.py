@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding beside eviction: greedy tokens are those without it.
-
-Drafts come from the prompt and the answer so far (n-grams), or from a model that knows the target's
-first layers. The prompts repeat a few tokens in changing order, so that some drafts are right and
-most are not.
-"""
+"""Speculative decoding beside eviction: greedy tokens are those without it."""
 
 from __future__ import annotations
 
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -23,7 +17,9 @@ from tests.engine.families import make_family
 from tests.engine.support import (
     EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
     is_cpu_build,
@@ -37,11 +33,7 @@ SPECULATION = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256}
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"kv_policy": "full"},
     "snapkv": {"kv_policy": "snapkv", "kv_budget": 64},
@@ -166,9 +158,7 @@ def _check(
 
 # `test_select.py` looks at pages and summaries beside n-grams.
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"select"}))
-def test_tokens_are_those_without_it(
-    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
-) -> None:
+def test_tokens_are_those_without_it(engines: EnginePool, tiny_model: Models, policy: str) -> None:
     """With prefix caching, where the policy has it: the last requests of `_waves` have hits."""
     _check(engines, tiny_model("llama-mha"), POLICIES[policy])
 
@@ -221,9 +211,7 @@ def test_a_model_drafts(
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "xkv"])
-def test_tokens_of_preempted_requests(
-    engines: EnginePool, tiny_model: Callable[[str], Path], policy: str
-) -> None:
+def test_tokens_of_preempted_requests(engines: EnginePool, tiny_model: Models, policy: str) -> None:
     own = {**POLICIES[policy], "kv_admission": "prompt"}  # nobody waits for blocks
     _check(engines, tiny_model("llama-mha"), own, blocks=130)
 
@@ -235,7 +223,7 @@ def test_windows_beside_it(engines: EnginePool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_drafting_leaves_the_threads_alone(
-    engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    engines: EnginePool, tiny_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """numba sets the number of OpenMP threads of its process when its own start."""
     engines.close()
@@ -252,13 +240,11 @@ def test_drafting_leaves_the_threads_alone(
     assert child.stdout.split()[-1] == "1", "a process of one thread has more"
 
 
-def test_nobody_is_preempted_for_drafts(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_nobody_is_preempted_for_drafts(tiny: Start) -> None:
     """Admission counts places for drafts, and that answers grow faster with them."""
     settings = {**SETTINGS, **POLICIES["snapkv"], "speculative_config": SPECULATION}
     settings |= {"num_gpu_blocks_override": 130, "max_model_len": 512}
-    engine = engines.get(tiny_model("llama-mha"), **settings)
+    engine = tiny("llama-mha", **settings)
     with count_preemptions(engine) as preemptions:
         outcomes = engine.run(_waves(short_of_blocks=True)[0])
     assert all(len(outcome.token_ids) == 100 for outcome in outcomes)

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from lab.heads.scores import HeadScores
-from tests.engine.conversations import Rows, cached_tokens
+from tests.engine.conversations import Rows
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
     Outcome,
+    Start,
     assert_same_tokens,
     greedy,
     kept_at_evictions,
@@ -85,11 +86,7 @@ def check_trace(folder: Path, outcome: Outcome, kept: list[torch.Tensor]) -> Non
 def check_recall(
     folder: Path, outcome: Outcome, model: HuggingFaceModel, whole: np.ndarray
 ) -> None:
-    """Each head has the share of the attention of the prompt's last queries to what it keeps.
-
-    Args:
-        model: that has computed the prompt.
-    """
+    """Each head has the share of the attention of the prompt's last queries to what it keeps."""
     n = len(outcome.job.prompt)
     with np.load(folder / f"{outcome.request_id}.npz") as trace:
         for layer, head in np.ndindex(LAYERS, HEADS):
@@ -107,11 +104,10 @@ def check_recall(
 
 
 def test_each_head_keeps_what_the_mask_says(
-    engines: EnginePool, random_model: Path, tmp_path: Path
+    demo: Start, random_model: Path, tmp_path: Path
 ) -> None:
     """By its report, and by a trace, which also says what part of the attention is kept."""
-    engine = engines.get(
-        random_model,
+    engine = demo(
         kv_policy="duoattention",
         kv_policy_args=ARGS,
         kv_min_tokens=None,
@@ -141,14 +137,11 @@ def test_each_head_keeps_what_the_mask_says(
     engine.check_whole()
 
 
-def test_what_the_probe_writes_is_served(
-    engines: EnginePool, random_model: Path, tmp_path: Path
-) -> None:
+def test_what_the_probe_writes_is_served(demo: Start, random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "heads"
     argv = ["calibrate", "--heads", "--model", str(random_model), "-o", str(folder)]
     assert main([*argv, "--sinks", str(SINKS), "--recent", str(RECENT)]) == 0
-    engine = engines.get(
-        random_model,
+    engine = demo(
         kv_policy="duoattention",
         kv_policy_args={"mask": str(folder), "share": 0.25},
         kv_min_tokens=None,
@@ -230,7 +223,7 @@ def test_heads_that_keep_everything_share_behind_the_eviction(
     jobs = [Job(prompt, greedy(8)), Job(prompt, greedy(8), arrival=4)]
     outcomes = engine.run(jobs, count)
     assert outcomes[0].token_ids == outcomes[1].token_ids
-    assert cached_tokens(outcomes) == [0, shared * LANE_BLOCK]
+    assert [one.cached for one in outcomes] == [0, shared * LANE_BLOCK]
     of_lanes = LAYERS * HEADS // 2
     blocks = -(-600 // LANE_BLOCK)
     assert held[0] == (
@@ -238,6 +231,3 @@ def test_heads_that_keep_everything_share_behind_the_eviction(
         of_lanes * (2 * (2 * blocks - shared) - shared),
     )
     engine.check_whole()
-
-
-# Evictions inside the prompt ----------------------------------------------------------------------

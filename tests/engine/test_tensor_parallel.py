@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, Job, Outcome, random_prompts
+from tests.engine.support import Job, Outcome, Start, random_prompts
 from tests.engine.support import greedy as greedy_params
+from tests.engine.test_pipeline_parallel import read_traces
 from tests.plumbing.children import Child, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -32,9 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "xkv": {"kv_budget": 64},
     "kcache": {"kv_policy_args": {"top_n": 16}},
     "h2o": {"kv_budget": 40, "kv_policy_args": {"interval": 16}},
-    "select": {
-        "kv_policy_args": {"attend": {"budget": 96, "dense_layers": 1, "recent": 16}},
-    },
+    "select": {"kv_policy_args": {"attend": {"budget": 96, "dense_layers": 1, "recent": 16}}},
     "pyramidkv-chunked": {
         "kv_budget": 64,
         "kv_policy_args": {"chunk.tokens": 64, "chunk.keep": 80, "chunk.scorer": None},
@@ -63,7 +62,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "duoattention": (
         {"kv_policy_args": {"mask": MASK, "share": 5 / 16, **STREAMING}},
         {"kv_policy_args": {"mask": ON_BOTH, "share": 0.5, **STREAMING}, "kv_min_tokens": None},
-    ),
+    )
 }
 # Tokens between two evictions, of policies that evict during generation.
 INTERVALS = {"h2o": 16, "pyramidinfer": 8}
@@ -102,10 +101,7 @@ def two_ranks(folder: Path, tiny_model: Any) -> Iterator[Child]:
             for policy in POLICIES
         ),
         *(
-            (
-                {**common, "block_size": 32, "additional_config": {"kv_policy": policy, **two}},
-                waves,
-            )
+            ({**common, "block_size": 32, "additional_config": {"kv_policy": policy, **two}}, waves)
             for policy, (two, _) in HEADS.items()
         ),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -115,31 +111,8 @@ def two_ranks(folder: Path, tiny_model: Any) -> Iterator[Child]:
     child.kill()
 
 
-def _traces(folder: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
-    """The trace files by prompt length, computed tokens and rank (empty for a single one)."""
-    files = {}
-    for path in folder.glob("*.npz"):
-        if "~pages" in path.stem:  # what was read
-            continue
-        with np.load(path) as arrays:
-            files[path.stem] = dict(arrays)
-    lengths = {
-        str(arrays["request_id"]): int(arrays["prompt_len"])
-        for arrays in files.values()
-        if "prompt_len" in arrays
-    }
-    traces = {}
-    for stem, arrays in files.items():
-        name, dash, rank = stem.partition("-rank")
-        request_id, _, computed = name.partition("@")
-        assert str(arrays["request_id"]) == request_id
-        length = lengths[request_id]
-        traces[length, int(computed or length), dash + rank] = arrays
-    return traces
-
-
-def _on_one_rank(engines: EnginePool, tiny_model: Any, **settings: Any) -> list[Outcome]:
-    engine = engines.get(tiny_model("llama-mha"), **SETTINGS, **settings)
+def _on_one_rank(tiny: Start, **settings: Any) -> list[Outcome]:
+    engine = tiny("llama-mha", **SETTINGS, **settings)
     jobs = [
         Job(prompt, greedy_params(TOKENS), arrival)
         for prompt, arrival in zip(random_prompts(LENGTHS), ARRIVALS, strict=True)
@@ -150,10 +123,8 @@ def _on_one_rank(engines: EnginePool, tiny_model: Any, **settings: Any) -> list[
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_ranks(
-    engines: EnginePool, tiny_model: Any, two_ranks: Child, folder: Path, policy: str
-) -> None:
-    outcomes = _on_one_rank(engines, tiny_model, **_settings(policy, folder / "one"))
+def test_two_ranks(tiny: Start, two_ranks: Child, folder: Path, policy: str) -> None:
+    outcomes = _on_one_rank(tiny, **_settings(policy, folder / "one"))
     result = two_ranks.results(500)[list(POLICIES).index(policy)]
     for output, outcome in zip(result["outputs"], outcomes, strict=True):
         assert output["token_ids"] == outcome.token_ids
@@ -165,38 +136,31 @@ def test_two_ranks(
         if policy == "select" and len(outcome.job.prompt) > 100:
             assert reports[0]["pages_read"] < 0.8 * reports[0]["pages_visible"]
 
-    one, two = _traces(folder / "one" / policy), _traces(folder / "two" / policy)
+    one, two = read_traces(folder / "one" / policy), read_traces(folder / "two" / policy)
     # The last token is sampled and not computed.
     points = [
         (n, at) for n in LENGTHS for at in range(n, n + TOKENS, INTERVALS.get(policy, TOKENS))
     ]
     if policy == "pyramidkv-chunked":  # 64 tokens are kept whole, and 8 of the window come after
         points += [(n, at) for n in LENGTHS for at in range(128, n - 7, 64)]
-    assert sorted(one) == sorted((*point, "") for point in points)
-    assert sorted(two) == sorted((*point, f"-rank{rank}") for point in points for rank in (0, 1))
+    assert sorted(one) == sorted(two) == sorted(points)
     for point in points:
-        whole, ranks = one[*point, ""], [two[*point, f"-rank{rank}"] for rank in (0, 1)]
-        for rank in ranks:
-            assert (rank["held"] == whole["held"]).all()
+        whole, ranks = one[point], two[point]
+        assert ranks["files"] == ["-rank0", "-rank1"] and whole["files"] == [""]
         for layer, held in enumerate(whole["held"]):
-            heads = [rank[f"kept_{layer}"] for rank in ranks]
-            assert [part.shape for part in heads] == [(KV_HEADS // 2, held)] * 2
-            assert (np.concatenate(heads) == whole[f"kept_{layer}"]).all(), (point, layer)
+            assert whole[f"kept_{layer}"].shape == (KV_HEADS, held)
+            assert (ranks[f"kept_{layer}"] == whole[f"kept_{layer}"]).all(), (point, layer)
     if policy in INTERVALS:
         for n in LENGTHS:
             last = max(at for length, at in points if length == n)
-            prompt, top = (one[n, at, ""]["held"][-1] for at in (n, last))
+            prompt, top = (one[n, at]["held"][-1] for at in (n, last))
             assert top < prompt + last - n, "nothing was evicted during generation"
 
 
 @pytest.mark.parametrize("policy", HEADS)
-def test_two_ranks_share_the_tables_of_heads(
-    engines: EnginePool, tiny_model: Any, two_ranks: Child, policy: str
-) -> None:
+def test_two_ranks_share_the_tables_of_heads(tiny: Start, two_ranks: Child, policy: str) -> None:
     """A head keeps as much as the longest at its place of both ranks; blocks of 64 tokens each."""
-    outcomes = _on_one_rank(
-        engines, tiny_model, kv_policy=policy, block_size=16, **HEADS[policy][1]
-    )
+    outcomes = _on_one_rank(tiny, kv_policy=policy, block_size=16, **HEADS[policy][1])
     result = two_ranks.results(500)[len(POLICIES) + list(HEADS).index(policy)]
     evicted = 0
     for output, outcome in zip(result["outputs"], outcomes, strict=True):

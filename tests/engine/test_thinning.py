@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,12 +15,15 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
+    Models,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
+    kept_at_evictions,
     random_prompts,
 )
-from tests.engine.thinned_paper import Settings, ThinnedModel
+from tests.engine.thinned_paper import Run, Settings, ThinnedModel
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.thinning.kernels import cpu
 
@@ -54,57 +56,55 @@ def _settings(args: dict[str, Any], fill_blocks: bool = True) -> Settings:
     return Settings(**chosen, linear=linear, unit=BLOCK if fill_blocks else 1)
 
 
+def _check_answer(outcome: Outcome, run: Run) -> None:
+    assert outcome.token_ids == run.tokens
+    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
+        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+
+
 def _check(
     model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path, num_layers: int
 ) -> int:
     """Lengths, kept positions, tokens and their log probabilities; positions decided by ties."""
-    with np.load(folder / f"{outcome.request_id}.npz") as file:
-        kept = [torch.from_numpy(file[f"kept_{layer}"]) for layer in range(num_layers)]
-        held = file["held"].tolist()
+    n = len(outcome.job.prompt)
+    ((point, kept),) = kept_at_evictions(folder, outcome).items()
+    assert point == n
     for heads in kept:
         assert (heads == heads[0]).all(), "one set for all heads"
-    n = len(outcome.job.prompt)
     right = [0] * num_layers
     for start in range(0, n, settings.piece_tokens):
         of_piece = settings.kept(min(settings.piece_tokens, n - start), num_layers)
         right = [a + b for a, b in zip(right, of_piece, strict=True)]
+    held = [heads.shape[1] for heads in kept]
     assert held == right == outcome.report["kept_tokens"]
     run = model.generate(
         outcome.job.prompt, len(outcome.token_ids), settings, [heads[0] for heads in kept]
     )
     assert [heads[0].tolist() for heads in kept] == run.kept
-    assert outcome.token_ids == run.tokens
-    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
-        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+    _check_answer(outcome, run)
     return run.ties
 
 
 def _check_generated(
-    model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path, num_layers: int
+    model: ThinnedModel, settings: Settings, outcome: Outcome, folder: Path
 ) -> dict[int, list[list[int]]]:
     """All evictions of a request, step by step, and what was generated over what they left."""
     n, found = len(outcome.job.prompt), {}
-    for path in folder.glob(f"{outcome.request_id}*.npz"):
-        with np.load(path) as file:
-            layers = [file[f"kept_{layer}"] for layer in range(num_layers)]
-            assert [rows.shape[1] for rows in layers] == file["held"].tolist()
-            assert all((rows == rows[0]).all() for rows in layers), "one set for all heads"
-            point = int(file["computed" if "computed" in file else "prompt_len"])
-            found[point] = [rows[0].tolist() for rows in layers]
+    for point, layers in kept_at_evictions(folder, outcome).items():
+        assert all((rows == rows[0]).all() for rows in layers), "one set for all heads"
+        found[point] = [rows[0].tolist() for rows in layers]
     prompt = [torch.tensor(positions) for positions in found.pop(n)]
     run = model.generate(outcome.job.prompt, len(outcome.token_ids), settings, prompt)
     # The last token is sampled and not computed.
     run.thinned.pop(n + len(outcome.token_ids), None)
     assert run.kept == [positions.tolist() for positions in prompt]
-    assert dict(sorted(found.items())) == run.thinned, f"closest scores {run.closest}"
-    assert outcome.token_ids == run.tokens
-    for ours, token, right_one in zip(outcome.logprobs, run.tokens, run.logprobs, strict=True):
-        assert ours[token] == pytest.approx(right_one, abs=5e-4)
+    assert found == run.thinned, f"closest scores {run.closest}"
+    _check_answer(outcome, run)
     return run.thinned
 
 
 def test_what_is_generated_is_thinned(
-    engines: EnginePool, tiny_model: Callable[[str], Path], tmp_path: Path
+    engines: EnginePool, tiny_model: Models, tmp_path: Path
 ) -> None:
     """Every eviction of long answers in mixed batches, with preemptions, beside a full request."""
     path = tiny_model("llama-mha")
@@ -147,7 +147,7 @@ def test_what_is_generated_is_thinned(
             assert outcome.report["evicted_tokens"] == 0
             assert outcome.token_ids == model.generate(outcome.job.prompt, 170, None).tokens
             continue
-        thinned = _check_generated(model, settings, outcome, tmp_path, engine.num_layers)
+        thinned = _check_generated(model, settings, outcome, tmp_path)
         assert list(thinned) == list(range(n + 16, n + 170, 16))
         last = [len(positions) for positions in thinned[n + 160]]
         assert outcome.report["computed_tokens"] == n + 160
@@ -178,7 +178,7 @@ def _jobs(vocab_size: int, *, staggered: bool) -> list[Job]:
 )
 def test_models(
     engines: EnginePool,
-    tiny_model: Callable[[str], Path],
+    tiny_model: Models,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -195,10 +195,7 @@ def test_models(
     monkeypatch.setattr(cpu, "recent_mass", watched)
     path = tiny_model(name)
     engine = engines.get(
-        path,
-        kv_policy_args={**args, "fill_blocks": fill_blocks},
-        kv_trace=str(tmp_path),
-        **ENGINE,
+        path, kv_policy_args={**args, "fill_blocks": fill_blocks}, kv_trace=str(tmp_path), **ENGINE
     )
     engine.shuffle_blocks()
     model = ThinnedModel(str(path))
@@ -217,14 +214,10 @@ def _inner_model(engine: Engine) -> Any:
     return engine.core.model_executor.driver_worker.worker.model_runner.get_model().model
 
 
-def test_deeper_layers_compute_less_and_memory_halves(
-    engines: EnginePool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_deeper_layers_compute_less_and_memory_halves(tiny: Start) -> None:
     """32 layers: rows that reach each MLP, and the blocks that are held once a prompt has ended."""
     settings = {**ENGINE, "max_num_batched_tokens": 2304, "max_model_len": 4096}
-    engine = engines.get(
-        tiny_model("llama-deep"), kv_budget="48%", kv_policy_args={"interval": 1}, **settings
-    )
+    engine = tiny("llama-deep", kv_budget="48%", kv_policy_args={"interval": 1}, **settings)
     rows = [0] * engine.num_layers
 
     def count(layer: int) -> Callable[[Any, Any, Any], None]:
@@ -258,7 +251,7 @@ def test_deeper_layers_compute_less_and_memory_halves(
     engine.check_whole()
 
 
-def test_refused(tiny_model: Callable[[str], Path], random_model: Path, tmp_path: Path) -> None:
+def test_refused(tiny_model: Models, random_model: Path, tmp_path: Path) -> None:
     """Before anything starts, naming the model, flag or budget."""
     import json
 

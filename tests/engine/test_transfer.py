@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from vllm.distributed import nixl_utils
 
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
     Outcome,
+    Start,
     count_preemptions,
     greedy,
     random_prompts,
@@ -36,9 +36,7 @@ def connector(folder: Path, role: str = "kv_both", **own: Any) -> KVTransferConf
     """The connector over a folder; TCP where `own` has an address."""
     where = {} if {"listen", "peers"} & own.keys() else {"folder": str(folder)}
     return KVTransferConfig(
-        kv_connector="PyramidConnector",
-        kv_role=role,
-        kv_connector_extra_config={**where, **own},
+        kv_connector="PyramidConnector", kv_role=role, kv_connector_extra_config={**where, **own}
     )
 
 
@@ -48,9 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(
-    engines: EnginePool, tiny_model: Callable[[str], Path], folder: Path
-) -> Callable[..., Engine]:
+def start(tiny: Start, folder: Path) -> Start:
     """`start(policy, **settings)`: an engine that sends to itself, unless told otherwise."""
 
     def get(policy: str = "pyramidkv", **own: Any) -> Engine:
@@ -62,7 +58,7 @@ def start(
             "enable_prefix_caching": False,
             "max_num_batched_tokens": 256,
         }
-        return engines.get(tiny_model("mistral"), **(settings | own))
+        return tiny("mistral", **(settings | own))
 
     return get
 
@@ -94,6 +90,17 @@ def with_ticket(ticket: dict[str, Any], answer: int = ANSWER, **own: Any) -> Any
     return greedy(answer, kv_transfer_params=ticket, **own)
 
 
+def asking(
+    prompts: Sequence[list[int]],
+    tickets: Sequence[dict[str, Any]],
+    answer: int = ANSWER,
+    **own: Any,
+) -> list[Job]:
+    """Requests with the tickets of their prompts."""
+    pairs = zip(prompts, tickets, strict=True)
+    return [Job(prompt, with_ticket(ticket, answer, **own)) for prompt, ticket in pairs]
+
+
 def without_ticket(report: dict[str, Any]) -> dict[str, Any]:
     return {key: report[key] for key in report.keys() - {"handed"}}
 
@@ -107,9 +114,7 @@ def check_equal(found: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "auto", "snapkv"])
 @pytest.mark.parametrize("caching", [False, True])
-def test_two_engines_answer_as_one(
-    start: Callable[..., Engine], folder: Path, policy: str, caching: bool
-) -> None:
+def test_two_engines_answer_as_one(start: Start, folder: Path, policy: str, caching: bool) -> None:
     """In one batch with requests of other engines, whose prompts end after the first have begun."""
     prompts = random_prompts(LENGTHS, seed=3)
     sender = start(
@@ -128,10 +133,9 @@ def test_two_engines_answer_as_one(
     beside = [Job(prompt, greedy(ANSWER)) for prompt in random_prompts([200, 60], seed=4)]
     expected = engine.run([*(Job(prompt, greedy(ANSWER)) for prompt in prompts), *beside])
     engine.scheduler.reset_prefix_cache()
-    jobs = [
-        Job(prompt, with_ticket(ticket), arrival=index // 2)
-        for index, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True))
-    ]
+    jobs = asking(prompts, tickets)
+    for index, job in enumerate(jobs):
+        job.arrival = index // 2
     found = engine.run([*jobs, *beside])
     check_equal(found, expected)
     assert [one.report["handed"]["tokens"] for one in found[: len(jobs)]] == list(LENGTHS)
@@ -140,9 +144,7 @@ def test_two_engines_answer_as_one(
     engine.check_nothing_left()
 
 
-def test_the_decoding_engine_never_holds_the_prompt(
-    start: Callable[..., Engine], folder: Path
-) -> None:
+def test_the_decoding_engine_never_holds_the_prompt(start: Start, folder: Path) -> None:
     """In a pool without room for it, a request begins with the tails and computes no prompt."""
     engine = start("pyramidkv")
     (prompt,) = random_prompts([512])
@@ -177,7 +179,7 @@ def test_the_decoding_engine_never_holds_the_prompt(
 @pytest.mark.parametrize(
     ("asynchronous", "nixl"), [(False, False), (True, False), (True, True)], ids=str
 )
-def test_over_tcp(start: Callable[..., Engine], asynchronous: bool, nixl: bool) -> None:
+def test_over_tcp(start: Start, asynchronous: bool, nixl: bool) -> None:
     """Or by NIXL, where the package is installed."""
     if nixl and not nixl_utils.is_nixl_available():
         pytest.skip("the package nixl is not installed")
@@ -193,15 +195,13 @@ def test_over_tcp(start: Callable[..., Engine], asynchronous: bool, nixl: bool) 
     expected = engine.generate(prompts, greedy(ANSWER))
     tickets = send(engine, prompts)
     assert {ticket["pyramid_peer"] for ticket in tickets} == {address}
-    found = engine.run(
-        [Job(one, with_ticket(ticket)) for one, ticket in zip(prompts, tickets, strict=True)]
-    )
+    found = engine.run(asking(prompts, tickets))
     check_equal(found, expected)
     assert all(one.report["handed"]["tokens"] for one in found)
     engine.check_nothing_left()
 
 
-def test_what_looks_at_the_answer_sees_the_first_token(start: Callable[..., Engine]) -> None:
+def test_what_looks_at_the_answer_sees_the_first_token(start: Start) -> None:
     """Penalties, bad words, fewest tokens and stop tokens."""
     engine = start("pyramidkv")
     (prompt,) = random_prompts([300], seed=12)
@@ -249,7 +249,7 @@ def _params(**own: Any) -> Any:
     ],
 )
 def test_what_cannot_be_exact_is_computed(
-    start: Callable[..., Engine], folder: Path, label: str, own: dict[str, Any]
+    start: Start, folder: Path, label: str, own: dict[str, Any]
 ) -> None:
     engine = start("pyramidkv")
     (prompt,) = random_prompts([200], seed=5)
@@ -293,7 +293,7 @@ def _other_version(path: Path) -> None:
     ids=["no-head", "head", "version", "no-part", "part", "cut", "longer", "swapped"],
 )
 def test_a_damaged_state_costs_a_prefill(
-    start: Callable[..., Engine], folder: Path, damage: Any, label: str
+    start: Start, folder: Path, damage: Any, label: str
 ) -> None:
     """The same tokens, by an own computation; beside others that nothing happens to."""
     engine = start("pyramidkv", kv_transfer_config=connector(folder, wait_s=0.2))
@@ -302,11 +302,7 @@ def test_a_damaged_state_costs_a_prefill(
     tickets = send(engine, prompts[:2])
     state = tickets[0]["pyramid_state"]
     damage(folder / f"{state}.head", folder / f"{state}.0")
-    jobs = [
-        Job(prompts[0], with_ticket(tickets[0])),
-        Job(prompts[1], with_ticket(tickets[1])),
-        Job(prompts[2], greedy(ANSWER)),
-    ]
+    jobs = [*asking(prompts[:2], tickets), Job(prompts[2], greedy(ANSWER))]
     before = dict(engine.scheduler.pyramid.reports.policy_stats().get("handed", {}))
     found = engine.run(jobs)
     check_equal(found, expected)
@@ -317,7 +313,7 @@ def test_a_damaged_state_costs_a_prefill(
     engine.check_nothing_left()
 
 
-def test_a_state_of_something_else_is_not_believed(start: Callable[..., Engine]) -> None:
+def test_a_state_of_something_else_is_not_believed(start: Start) -> None:
     engine = start("pyramidkv")
     first, second = random_prompts([200, 200], seed=7)
     tickets = send(engine, [first] * 4)
@@ -342,38 +338,22 @@ def test_a_state_of_something_else_is_not_believed(start: Callable[..., Engine])
     engine.check_nothing_left()
 
 
-def test_a_whole_prompt_is_handed_over_too(start: Callable[..., Engine]) -> None:
-    engine = start("pyramidkv")
-    (prompt,) = random_prompts([200], seed=9)
-    expected = engine.generate([prompt], greedy(ANSWER, kv_policy="full"))
-    first = greedy(1, kv_policy="full", kv_transfer_params=SEND)
-    (ticket,) = send(engine, [prompt], first)
-    (found,) = engine.run([Job(prompt, with_ticket(ticket, kv_policy="full"))])
-    check_equal([found], expected)
-    assert found.report["handed"] == {"tokens": 200}
-    engine.check_nothing_left()
-
-
-def test_spans_that_stay_in_place(start: Callable[..., Engine]) -> None:
-    """Their blocks are at the end of the head in the first engine, and in a tail in the other."""
+@pytest.mark.parametrize("own", [{"kv_policy": "full"}, {"kv_keep": [0, 90]}], ids=str)
+def test_settings_of_requests(start: Start, own: dict[str, Any]) -> None:
+    """A whole prompt; spans, whose blocks the first engine has in a head, the other in a tail."""
     engine = start("pyramidkv", enable_prefix_caching=True)
     front, *ends = random_prompts([96, 200, 140], seed=15)
-    prompts, own = [[*front, *end] for end in ends], {"kv_keep": [0, 90]}
+    prompts = [[*front, *end] for end in ends]
     expected = engine.generate(prompts, greedy(ANSWER, **own))
     tickets = send(engine, prompts, greedy(1, kv_transfer_params=SEND, **own))
-    found = engine.run(
-        [
-            Job(prompt, with_ticket(ticket, **own), arrival=index)
-            for index, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True))
-        ]
-    )
+    found = engine.run(asking(prompts, tickets, **own))
     check_equal(found, expected)
     assert [one.report["handed"]["tokens"] for one in found] == [296, 236]
     engine.scheduler.reset_prefix_cache()
     engine.check_nothing_left()
 
 
-def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engine]) -> None:
+def test_a_turn_of_a_conversation_computes_its_prompt(start: Start) -> None:
     engine = start("pyramidkv", enable_prefix_caching=True)
     (prompt,) = random_prompts([200], seed=16)
     expected = engine.generate([prompt], greedy(ANSWER, kv_turns=[]))
@@ -386,7 +366,7 @@ def test_a_turn_of_a_conversation_computes_its_prompt(start: Callable[..., Engin
     engine.check_nothing_left()
 
 
-def test_turns_that_leave_no_trace_come_from_any_engine(start: Callable[..., Engine]) -> None:
+def test_turns_that_leave_no_trace_come_from_any_engine(start: Start) -> None:
     """With `kv_turn_mode: exact` a turn's state follows from its prompt alone."""
     engine, exact = start("pyramidkv", enable_prefix_caching=True), {"kv_turn_mode": "exact"}
     tokens, turns = random_prompts([200], seed=24)[0], []
@@ -406,16 +386,12 @@ def test_turns_that_leave_no_trace_come_from_any_engine(start: Callable[..., Eng
     engine.check_nothing_left()
 
 
-def test_an_answer_that_ends_by_itself_needs_no_other_engine(
-    start: Callable[..., Engine], folder: Path
-) -> None:
+def test_an_answer_that_ends_by_itself_needs_no_other_engine(start: Start, folder: Path) -> None:
     engine = start("pyramidkv")
     (prompt,) = random_prompts([200], seed=10)
     (plain,) = engine.generate([prompt], greedy(1))
     params = _params(
-        max_tokens=1,
-        stop_token_ids=plain.token_ids,
-        extra_args={"kv_transfer_params": SEND},
+        max_tokens=1, stop_token_ids=plain.token_ids, extra_args={"kv_transfer_params": SEND}
     )
     (ended,) = engine.generate([prompt], params)
     assert "pyramid_state" not in ended.report and not list(folder.iterdir())
@@ -427,9 +403,7 @@ def test_an_answer_that_ends_by_itself_needs_no_other_engine(
     assert found.report["handed"]["because"] == reasons.WORDS[reasons.SHORT]
 
 
-def test_an_engine_that_evicts_under_pressure_receives_states(
-    start: Callable[..., Engine], folder: Path
-) -> None:
+def test_an_engine_that_evicts_under_pressure_receives_states(start: Start, folder: Path) -> None:
     """What it receives is at its floor. Its own prompts are whole until it orders them to evict."""
     with pytest.raises(ValueError, match=r"kv_role kv_both.*leave the flag out there"):
         start("pyramidkv", kv_evict="pressure")  # it would send, too
@@ -449,9 +423,7 @@ def test_an_engine_that_evicts_under_pressure_receives_states(
     whole = engine.generate(own, greedy(1))
     (lost,) = random_prompts([350], seed=23)
     jobs = [Job(prompt, greedy(60)) for prompt in own]
-    jobs += [
-        Job(one, with_ticket(ticket, 60)) for one, ticket in zip(prompts, tickets, strict=True)
-    ]
+    jobs += asking(prompts, tickets, 60)
     jobs.append(Job(lost, with_ticket(tickets[0], 60)))  # another prompt's: computed here
     found = engine.run(jobs)
     handed = found[len(own) : -1]
@@ -467,7 +439,7 @@ def test_an_engine_that_evicts_under_pressure_receives_states(
     engine.check_nothing_left()
 
 
-def test_preempted_behind_a_state(start: Callable[..., Engine]) -> None:
+def test_preempted_behind_a_state(start: Start) -> None:
     """In a pool that runs out, requests compute their prompts again and say the same."""
     prompts = random_prompts([300, 280, 290, 310, 270], seed=14)
     found: list[list[Outcome]] = []
@@ -475,11 +447,8 @@ def test_preempted_behind_a_state(start: Callable[..., Engine]) -> None:
         own = {"num_gpu_blocks_override": blocks, "max_model_len": 640}
         engine = start("pyramidkv", kv_admission="prompt", **own)
         tickets = send(engine, prompts)
-        jobs = [
-            Job(one, with_ticket(ticket, 200)) for one, ticket in zip(prompts, tickets, strict=True)
-        ]
         with count_preemptions(engine) as preemptions:
-            found.append(engine.run(jobs))
+            found.append(engine.run(asking(prompts, tickets, 200)))
         assert (preemptions["all"] > 0) == (blocks == 165)
         engine.check_nothing_left()
     check_equal(found[1], found[0])

@@ -10,29 +10,14 @@ import pytest
 
 from tests.engine import models
 from tests.engine.support import random_prompts
+from tests.engine.test_runner_v2 import SETTINGS as OF_RUNNERS
+from tests.engine.test_runner_v2 import SHAPE, variables
 from tests.plumbing.children import Child, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-# As in `test_runner_v2.py`: the interpreter takes its time.
-SHAPE = (
-    "Llama",
-    {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-)
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 48,
-    "kv_cache_memory_bytes": 4 << 20,
-    "block_size": 16,
+    **OF_RUNNERS,
     "additional_config": {"kv_policy": "pyramidkv", "kv_budget": 24, "kv_min_tokens": 0},
 }
 LENGTHS, ANSWER = (70, 100, 64), 12
@@ -86,7 +71,10 @@ def _run(
     }
     llm = {"model": str(model), **SETTINGS, "kv_transfer_config": connector, **own}
     child = Child(
-        folder / "child", (llm, waves), triton=triton, VLLM_ENABLE_V1_MULTIPROCESSING="0", **env
+        folder / "child",
+        (llm, waves),
+        triton=triton,
+        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | env,
     )
     try:
         (result,) = child.results()
@@ -100,10 +88,7 @@ def _left(folder: Path) -> list[str]:
 
 
 def test_ranks_of_other_numbers(tmp_path: Path, model: Path) -> None:
-    """One rank sends to two, these to themselves, and to one: tokens and reports are one engine's.
-
-    Each of the two has one of the KV heads in all blocks.
-    """
+    """One rank sends to two, these to themselves, and to one: answers are those of one engine."""
     count, two = len(PROMPTS), {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     # A request behind those that are sent: the engine ends when it has ended, and they have gone.
     first = _run(tmp_path, model, [ALONE, [], SENT, [], ALONE[:1]], own={})["outputs"]
@@ -132,9 +117,7 @@ def test_the_second_runner(tmp_path: Path, model: Path, asynchronous: bool) -> N
         [ALONE, [], SENT, [], ALONE[:1], _with_tickets(count)],
         "attention",
         own={"async_scheduling": asynchronous, "enable_prefix_caching": asynchronous},
-        TRITON_INTERPRET="1",
-        VLLM_USE_BREAKABLE_CUDAGRAPH="0",
-        VLLM_USE_V2_MODEL_RUNNER="1",
+        **variables("2"),
     )
     assert "vllm_pyramid.worker.adapter_v2.AdapterV2" in result["runner"]
     _check(result["outputs"][-count:], result["outputs"][:count])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.support import EnginePool, Job, greedy, is_cpu_build, random_prompts
+from tests.engine.support import EnginePool, Job, Models, greedy, is_cpu_build, random_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -44,12 +44,9 @@ THINNED: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler_cache")
 def test_compiled_where_prompts_are_thinned(
-    engines: EnginePool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    engines: EnginePool, tiny_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that thin a prompt run without torch.compile, all others with it, and the log says so.
-
-    Prompts that arrive later meet requests that decode, in a step that is not compiled for them.
-    """
+    """Steps that thin a prompt run without torch.compile, others with it, and the log says so."""
     from vllm_pyramid.compat import thin_forward
 
     def jobs() -> list[Job]:
@@ -96,10 +93,7 @@ def test_compiled_where_prompts_are_thinned(
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
 def test_small_weights_on_a_processor_with_amx(
-    engines: EnginePool,
-    tiny_model: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    engines: EnginePool, tiny_model: Models, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """vLLM multiplies with small weights (routers, small vocabularies) by other operators there.
 

@@ -81,11 +81,7 @@ class Run:
 
 
 class Generated:
-    """What a layer holds of the generated tokens, and how its groups are thinned.
-
-    Args:
-        settings: see `Settings`. layer, layers: which of how many.
-    """
+    """What a layer holds of the generated tokens, and how its groups are thinned."""
 
     def __init__(self, settings: Settings, layer: int, layers: int) -> None:
         self.settings, self.share = settings, settings.generated_share(layer, layers)

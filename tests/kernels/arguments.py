@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +13,10 @@ import torch
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
+
+# The kernels in `triton_matrix` run on CPU tensors under Triton's interpreter, or on a device.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WHERE = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
 
 
 def take(record: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -26,12 +31,37 @@ def take_softmax(options: dict[str, Any], scale: float) -> Softmax:
 
 
 def head_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return different sinks, `[heads]`.
-
-    Over hundreds of keys with normally distributed logits the first sink takes little of its head's
-    attention, and the last nearly all.
-    """
+    """Return different sinks, `[heads]`."""
     return torch.linspace(4.0, 9.0, heads).to(dtype)
+
+
+def softmax_of(batch: AttentionBatch, **options: Any) -> Softmax:
+    return Softmax(batch.query.shape[2] ** -0.5, **options)
+
+
+def attend(
+    module: Any, batch: AttentionBatch, softmax: Softmax, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, in float64 where `compute_dtype` is given, and the log-sum-exp."""
+    dtype = torch.float64 if "compute_dtype" in more else torch.float32
+    out, lse = (
+        torch.full(batch.query.shape, 7.0, dtype=dtype),
+        torch.full(batch.query.shape[:2], 9.0),
+    )
+    module.paged_attention(out, batch, softmax, log_sum_exp=lse, **more)
+    return out, lse
+
+
+def softmax_options(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """Return windows, caps and sinks of four heads, alone and together."""
+    sinks = torch.tensor([0.5, -2.0, 4.0, 1.0], dtype=dtype)
+    return [
+        {"sliding_window": 20},
+        {"sliding_window": 100, "soft_cap": 3.0},
+        {"soft_cap": 1.5},
+        {"sinks": sinks},
+        {"sinks": sinks, "soft_cap": 2.0, "sliding_window": 33},
+    ]
 
 
 def take_reduction(options: dict[str, Any]) -> Reduction:
@@ -40,11 +70,7 @@ def take_reduction(options: dict[str, Any]) -> Reduction:
 
 
 def check_no_requests(module: Any, batch: Any) -> None:
-    """Call every function of a back end for no requests, with and without the known maxima.
-
-    Args:
-        batch: has the caches to call with; its requests are left out.
-    """
+    """Call every function of a back end for no requests, with and without the known maxima."""
     key, value, softmax = batch.key_cache, batch.value_cache, Softmax(0.125)
     before = [cache.clone() for cache in (key, value)]
     none = torch.zeros(0, dtype=torch.int32)

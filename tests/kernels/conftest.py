@@ -30,28 +30,19 @@ class Batch:
     skips: torch.Tensor
 
     def attention(self) -> AttentionBatch:
-        return AttentionBatch(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
-            self.skips,
-        )
+        return AttentionBatch(**vars(self))
+
+    def one(self, r: int) -> Batch:
+        """Return request r by itself."""
+        (begin, end), one = self.query_start_loc[r : r + 2].tolist(), slice(r, r + 1)
+        starts = torch.tensor([0, end - begin], dtype=torch.int32)
+        caches = (self.query[begin:end], self.key_cache, self.value_cache)
+        return Batch(*caches, self.block_table[one], starts, self.seq_lens[one], self.skips[one])
 
     def windows(self, window: int, max_prompt_len: int | None = None) -> WindowBatch:
         """Return the last queries of the requests, whose prompts end in this step."""
-        ends = self.query_start_loc[1:]
-        return WindowBatch(
-            self.query,
-            self.key_cache,
-            self.block_table,
-            ends,
-            self.seq_lens,
-            window,
-            max_prompt_len,
-        )
+        inputs = (self.query, self.key_cache, self.block_table, self.query_start_loc[1:])
+        return WindowBatch(*inputs, self.seq_lens, window, max_prompt_len)
 
 
 def build_batch(

@@ -13,6 +13,10 @@ from vllm_pyramid.kernels.records import AttentionBatch
 from vllm_pyramid.methods.pages.kernels.records import SUMMARY_ROWS, PageBatch, PageSelection
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 @dataclass
 class Pages:
     """A batch whose query tokens each choose pages; its summaries are NaN until computed."""

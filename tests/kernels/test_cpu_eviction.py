@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.arguments import (
-    check_no_requests,
-    head_sinks,
-    take_reduction,
-    take_softmax,
-)
+from tests.kernels.arguments import check_no_requests, head_sinks, take_reduction, take_softmax
 from tests.kernels.every_kernel import cpu, reference
-from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax
 
 pytestmark = pytest.mark.cpu
 
@@ -31,7 +27,7 @@ def scores_of(module: Any, batch: Any, window: int, **options: Any) -> torch.Ten
 
 
 @pytest.fixture
-def assert_scores(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+def assert_scores(each_isa) -> Callable[..., None]:
     """Check on every instruction set, with and without attention's log-sum-exp, against float64."""
 
     def check(batch: Any, **options: Any) -> None:
@@ -134,33 +130,18 @@ def test_windows(make_batch, assert_scores, two_threads, window) -> None:
 def test_scores_without_room_for_the_logits(make_batch) -> None:
     """Compare logits that are kept with more than 64 MiB, which are computed twice: same bits."""
     batch = make_batch([2100] * 2, [64] * 2, kv_heads=2, group=8, head_size=32)
-    alone = [
-        cpu.window_scores(
-            WindowBatch(
-                batch.query,
-                batch.key_cache,
-                batch.block_table[r : r + 1],
-                batch.query_start_loc[r + 1 : r + 2],
-                batch.seq_lens[r : r + 1],
-                window=64,
-            ),
-            Softmax(0.2),
-            Reduction(),
-        )
-        for r in range(2)
-    ]
-    repeated = torch.tensor([0, 1] * 10)
-    prompts = WindowBatch(
-        batch.query,
-        batch.key_cache,
-        batch.block_table[repeated].contiguous(),
-        batch.query_start_loc[1:][repeated].contiguous(),
-        batch.seq_lens[repeated].contiguous(),
-        window=64,
+    how = (Softmax(0.2), Reduction())
+    alone = [cpu.window_scores(batch.one(r).windows(64), *how) for r in range(2)]
+    repeated, prompts = torch.tensor([0, 1] * 10), batch.windows(64)
+    many = replace(
+        prompts,
+        block_table=prompts.block_table[repeated].contiguous(),
+        query_ends=prompts.query_ends[repeated].contiguous(),
+        prompt_lens=prompts.prompt_lens[repeated].contiguous(),
     )
-    many = cpu.window_scores(prompts, Softmax(0.2), Reduction())
+    found = cpu.window_scores(many, *how)
     for i, r in enumerate(repeated.tolist()):
-        assert torch.equal(many[i], alone[r][0])
+        assert torch.equal(found[i], alone[r][0])
 
 
 def test_longer_output_on_request(make_batch) -> None:
@@ -172,26 +153,21 @@ def test_longer_output_on_request(make_batch) -> None:
 
 
 def test_bad_scores_raise(make_batch) -> None:
-    batch = make_batch([60, 40], [8, 8])
-    with pytest.raises(ValueError, match="request 1 is 40; it must exceed window = 40"):
-        scores_of(cpu, make_batch([60, 40], [60, 40]), window=40)
-    with pytest.raises(ValueError, match="query_ends of request 0 is 8"):
-        scores_of(cpu, batch, window=9)
-    with pytest.raises(ValueError, match="gqa_reduce 'median'"):
-        scores_of(cpu, batch, window=8, gqa_reduce="median")
-    with pytest.raises(ValueError, match="kernel_size 4 must be positive and odd"):
-        scores_of(cpu, batch, window=8, kernel_size=4)
-    with pytest.raises(ValueError, match="more than the output holds"):
-        scores_of(cpu, batch, window=8, max_prompt_len=50)
-    with pytest.raises(ValueError, match=r"sinks must be contiguous \[4\], got \(2,\)"):
-        scores_of(cpu, batch, window=8, sinks=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"sinks has dtype torch\.float64"):
-        scores_of(cpu, batch, window=8, sinks=torch.zeros(4).double())
-    with pytest.raises(ValueError, match=r"head size 520: .* up to 512"):
-        scores_of(cpu, make_batch([60], [8], head_size=520), window=8)
-    batch.seq_lens = torch.tensor([60, 4000], dtype=torch.int32)
-    with pytest.raises(ValueError, match="request 1 has 4000 tokens"):
-        scores_of(cpu, batch, window=8)
+    batch, wide = make_batch([60, 40], [8, 8]), make_batch([60], [8], head_size=520)
+    long = replace(batch, seq_lens=torch.tensor([60, 4000], dtype=torch.int32))
+    for wrong, message, options in (
+        (make_batch([60, 40], [60, 40]), "1 is 40; it must exceed window = 40", {"window": 40}),
+        (batch, "query_ends of request 0 is 8", {"window": 9}),
+        (batch, "gqa_reduce 'median'", {"gqa_reduce": "median"}),
+        (batch, "kernel_size 4 must be positive and odd", {"kernel_size": 4}),
+        (batch, "more than the output holds", {"max_prompt_len": 50}),
+        (batch, r"sinks must be contiguous \[4\], got \(2,\)", {"sinks": torch.zeros(2)}),
+        (batch, r"sinks has dtype torch\.float64", {"sinks": torch.zeros(4).double()}),
+        (wide, r"head size 520: .* up to 512", {}),
+        (long, "request 1 has 4000 tokens", {}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scores_of(cpu, wrong, **{"window": 8, **options})
 
 
 VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -1e-30, 1e-42, math.inf, -math.inf, 3.0]
@@ -273,14 +249,14 @@ def test_no_requests(make_batch: Any, module: Any) -> None:
 def test_bad_selections_raise() -> None:
     lens, keeps = torch.tensor([30], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
     scores = torch.zeros(1, 2, 22)
-    with pytest.raises(ValueError, match="keeps of request 0 is 20, outside sinks \\+ window = 21"):
-        cpu.select(scores, lens, keeps, window=8, sinks=13)
-    with pytest.raises(ValueError, match=r"is 31, outside .* prompt_lens = 30"):
-        cpu.select(scores, lens, keeps + 11, window=8)
-    with pytest.raises(ValueError, match="22 columns"):
-        cpu.select(scores, lens + 1, keeps, window=8)
-    with pytest.raises(ValueError, match="more than the output holds"):
-        cpu.select(scores, lens, keeps, window=8, max_keep=19)
+    for message, arguments, options in (
+        (r"keeps of request 0 is 20, outside sinks \+ window = 21", (lens, keeps), {"sinks": 13}),
+        (r"is 31, outside .* prompt_lens = 30", (lens, keeps + 11), {}),
+        ("22 columns", (lens + 1, keeps), {}),
+        ("more than the output holds", (lens, keeps), {"max_keep": 19}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cpu.select(scores, *arguments, window=8, **options)
     with pytest.raises(ValueError, match="float32"):
         cpu.select(scores.double(), lens, keeps, window=8)
 

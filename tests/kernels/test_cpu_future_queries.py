@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from vllm_pyramid.step.rotary import Rotary
 pytestmark = pytest.mark.cpu
 
 
-def windows(make_batch: Callable[..., Any], **options: Any) -> WindowBatch:
+def windows(make_batch, **options: Any) -> WindowBatch:
     """Return three requests of which the last 16 queries are turned, among others."""
     found: WindowBatch = make_batch([1100, 57, 300], [16, 17, 18], **options).windows(16)
     return found

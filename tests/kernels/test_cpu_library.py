@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +13,7 @@ import pytest
 import torch
 
 from tests.kernels.every_kernel import contracts_of
+from tests.kernels.processes import run_python
 from vllm_pyramid import kernels as ops
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
@@ -23,19 +21,8 @@ from vllm_pyramid.kernels.cpu import library as cpu_library
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).parents[2]
 REFERENCES = [(*found, True) for found in contracts_of(reference)]
 FUNCTIONS = [*((*found, False) for found in contracts_of(cpu)), *REFERENCES]
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize(("contract", "module", "name", "is_reference"), FUNCTIONS)
@@ -53,13 +40,13 @@ def test_signatures_are_the_contract(
 @pytest.mark.long
 def test_variable_names_another_build(tmp_path: Path) -> None:
     code = "from vllm_pyramid.kernels.cpu import functions as cpu; cpu.available()"
-    result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))
-    assert "nothing.so: there is no such file" in result.stderr
+    _, _, errors = run_python("-c", code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))
+    assert "nothing.so: there is no such file" in errors
     code = "from vllm_pyramid.kernels.cpu import library; print(library.load()._name)"
     copy = tmp_path / "copy.so"
     copy.write_bytes(cpu_library._find().read_bytes())
-    result = python(code, VLLM_PYRAMID_CPU_LIBRARY=str(copy))
-    assert result.stdout.strip() == str(copy), result.stderr
+    _, out, errors = run_python("-c", code, VLLM_PYRAMID_CPU_LIBRARY=str(copy))
+    assert out.strip() == str(copy), errors
 
 
 @pytest.fixture
@@ -139,14 +126,12 @@ print(after - before, sum(n.startswith(("libgomp", "libomp", "libiomp")) for n i
 """
     if not Path("/proc/self/task").exists():
         pytest.skip("counts threads and mappings in /proc")
-    result = python(code, OMP_NUM_THREADS="2")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["0", "1"]
+    status, out, errors = run_python("-c", code, OMP_NUM_THREADS="2")
+    assert status == 0, errors
+    assert out.split() == ["0", "1"]
 
 
-def test_reading_pages_reads_those_that_are_named(
-    each_isa: Callable[[], Iterator[str]],
-) -> None:
+def test_reading_pages_reads_those_that_are_named(each_isa) -> None:
     """Check the read that bounds decode: all of each page, and no page that was not named."""
     page_floats, count = 256, 200
     memory = torch.zeros(count, page_floats)
@@ -189,7 +174,7 @@ print(library.scratch_bytes())
 again = cpu.window_scores(prompt, Softmax(0.2), Reduction("mean", "avg", 5))
 assert torch.equal(scores, again)
 """
-    result = python(code)
-    assert result.returncode == 0, result.stderr
-    prompt, decoding = map(int, result.stdout.split())
+    status, out, errors = run_python("-c", code)
+    assert status == 0, errors
+    prompt, decoding = map(int, out.split())
     assert prompt > 60 << 20 and decoding < 6 << 20, (prompt, decoding)

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key that is NaN: what follows from it is NaN on every instruction set, and nothing else is.
-
-What is finite by mistake would be ranked, and a request that has failed would go on.
-"""
+"""A key that is NaN: what follows from it is NaN on every instruction set, and nothing else is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels.arguments import attend
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Reduction, Softmax
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
@@ -45,19 +43,21 @@ def spoil(batch: Any, request: int, positions: range, bits: int = NAN) -> None:
         batch.key_cache[block, 0, position % size] = _nan(bits, batch.key_cache.dtype)
 
 
-def attend(module: Any, batch: Any, softmax: Softmax) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(batch.query.shape)
-    log_sum_exp = torch.empty(batch.query.shape[:2])
-    module.paged_attention(out, batch.attention(), softmax, log_sum_exp=log_sum_exp)
-    return out, log_sum_exp
+def check(each_isa, run: Callable[[Any], tuple[torch.Tensor, ...]], spoiling: Callable[[], None]):
+    """Check that results are NaN where the reference's are, and elsewhere what they were before.
 
-
-def check(found: torch.Tensor, right: torch.Tensor, whole: torch.Tensor, isa: str) -> None:
-    """Check that `found` is NaN where the reference is, and elsewhere what it is without NaN."""
-    wrong = right.isnan()
-    assert wrong.any(), "the test spoils nothing"
-    assert torch.equal(found.isnan(), wrong), isa
-    assert torch.equal(found[~wrong], whole[~wrong]), isa
+    Args:
+        run: of a back end. spoiling: what happens to the batch.
+    """
+    whole = {isa: run(cpu) for isa in each_isa()}
+    spoiling()
+    right = run(reference)
+    for isa in each_isa():
+        for found, expected, before in zip(run(cpu), right, whole[isa], strict=True):
+            wrong = expected.isnan()
+            assert wrong.any(), "the test spoils nothing"
+            assert torch.equal(found.isnan(), wrong), isa
+            assert torch.equal(found[~wrong], before[~wrong]), isa
 
 
 @pytest.mark.parametrize("bits", [NAN, NEGATIVE_NAN])
@@ -66,66 +66,50 @@ def check(found: torch.Tensor, right: torch.Tensor, whole: torch.Tensor, isa: st
     ("dtype", "head_size"),
     [(torch.float32, 64), (torch.float32, 40), (torch.bfloat16, 128), (torch.float16, 64)],
 )
-def test_attention(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    dtype: torch.dtype,
-    head_size: int,
-    option: str,
-    bits: int,
-) -> None:
+def test_attention(make_batch, each_isa, dtype, head_size, option, bits) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
     batch = make_batch(LENS, QUERY_LENS, group=4, dtype=dtype, head_size=head_size)
-    whole = {isa: attend(cpu, batch, softmax) for isa in each_isa()}
-    spoil(batch, 0, range(250, 251), bits)  # some queries of a chunk do not see it
-    spoil(batch, 1, range(1290, 1291), bits)  # one part of a request that is split
-    spoil(batch, 3, range(95), bits)  # all that a request sees
-    right = attend(reference, batch, softmax)
-    for isa in each_isa():
-        found = attend(cpu, batch, softmax)
-        for one, expected, without in zip(found, right, whole[isa], strict=True):
-            check(one, expected, without, isa)
+
+    def spoiling() -> None:
+        spoil(batch, 0, range(250, 251), bits)  # some queries of a chunk do not see it
+        spoil(batch, 1, range(1290, 1291), bits)  # one part of a request that is split
+        spoil(batch, 3, range(95), bits)  # all that a request sees
+
+    check(each_isa, lambda module: attend(module, batch.attention(), softmax), spoiling)
 
 
-def test_a_part_in_which_every_key_is_nan(
-    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]
-) -> None:
+def test_a_part_in_which_every_key_is_nan(make_batch, each_isa) -> None:
     """Split a request's keys among threads: a part without any number has no maximum."""
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch([1300, 1300], [1, 1], group=8, dtype=dtype, head_size=64)
         spoil(batch, 0, range(600))
-        right, _ = attend(reference, batch, Softmax(SCALE))
+        right, _ = attend(reference, batch.attention(), Softmax(SCALE))
         for isa in each_isa():
-            found, _ = attend(cpu, batch, Softmax(SCALE))
+            found, _ = attend(cpu, batch.attention(), Softmax(SCALE))
             assert torch.equal(found.isnan(), right.isnan()), isa
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
-def test_a_part_that_a_row_does_not_see(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    soft_cap: float,
-    scale: float,
-) -> None:
+def test_a_part_that_a_row_does_not_see(make_batch, each_isa, soft_cap, scale) -> None:
     """Split 513 keys into parts of 512 and 1, which the first query does not see: no NaN."""
     softmax = Softmax(scale, soft_cap=soft_cap)
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch([513], [2], group=4, dtype=dtype, head_size=96)
-        right, _ = attend(reference, batch, softmax)
+        right, _ = attend(reference, batch.attention(), softmax)
         for isa in each_isa():
-            found, _ = attend(cpu, batch, softmax)
+            found, _ = attend(cpu, batch.attention(), softmax)
             assert (found - right).abs().max() < 0.03, isa
 
 
-def test_infinity(make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]) -> None:
+def test_infinity(make_batch, each_isa) -> None:
     batch = make_batch(LENS, QUERY_LENS, group=4)
     blocks = batch.block_table[:, 1].long()
     batch.key_cache[blocks, 0, 3, 5] = torch.inf
-    right, _ = attend(reference, batch, Softmax(SCALE))
+    right, _ = attend(reference, batch.attention(), Softmax(SCALE))
     assert right.isnan().any()
     for isa in each_isa():
-        found, _ = attend(cpu, batch, Softmax(SCALE))
+        found, _ = attend(cpu, batch.attention(), Softmax(SCALE))
         assert torch.equal(found.isnan(), right.isnan()), isa
 
 
@@ -139,61 +123,44 @@ def choose(module: Any, batch: Any, softmax: Softmax, renormalize: bool) -> torc
 @pytest.mark.parametrize("bits", [NAN, NEGATIVE_NAN])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_the_best_keys(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    option: str,
-    renormalize: bool,
-    bits: int,
-) -> None:
+def test_the_best_keys(make_batch, each_isa, option, renormalize, bits) -> None:
     """NaN is among the best keys, wherever it is, as in the reference."""
     softmax = Softmax(SCALE, **OPTIONS[option])
     batch = make_batch(LENS, QUERY_LENS, group=4)
-    whole = {isa: choose(cpu, batch, softmax, renormalize) for isa in each_isa()}
-    spoil(batch, 1, range(1250, 1251), bits)
-    spoil(batch, 3, range(60, 94), bits)
-    right = choose(reference, batch, softmax, renormalize)
-    for isa in each_isa():
-        check(choose(cpu, batch, softmax, renormalize), right, whole[isa], isa)
+
+    def spoiling() -> None:
+        spoil(batch, 1, range(1250, 1251), bits)
+        spoil(batch, 3, range(60, 94), bits)
+
+    check(each_isa, lambda module: (choose(module, batch, softmax, renormalize),), spoiling)
 
 
 @pytest.mark.parametrize("pooling", ["none", "avg", "max"])
 @pytest.mark.parametrize("gqa_reduce", ["mean", "max", "sum"])
 @pytest.mark.parametrize("option", ["plain", "soft cap", "sinks"])
 @pytest.mark.parametrize("knows_lse", [False, True])
-def test_window_scores(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    option: str,
-    gqa_reduce: str,
-    pooling: str,
-    knows_lse: bool,
-) -> None:
+def test_window_scores(make_batch, each_isa, option, gqa_reduce, pooling, knows_lse) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
     reduction = Reduction(gqa_reduce, pooling=pooling, kernel_size=5)
     # Keys that all queries of the window see; and only the last one, among many.
     places = {0: range(250, 251), 2: range(1299, 1300), 3: range(95)}
     lens, queries = [300, 700, 1300, 95], [90, 40, 40, 40]
 
-    def score(module: Any, batch: Any) -> torch.Tensor:
-        log_sum_exp = attend(module, batch, softmax)[1] if knows_lse else None
-        return module.window_scores(
-            batch.windows(8), Softmax(SCALE, **OPTIONS[option]), reduction, log_sum_exp=log_sum_exp
-        )
-
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch(lens, queries, group=4, dtype=dtype)
-        whole = {isa: score(cpu, batch) for isa in each_isa()}
-        for request, positions in places.items():
-            spoil(batch, request, positions)
-        right = score(reference, batch)
-        for isa in each_isa():
-            check(score(cpu, batch), right, whole[isa], isa)
+
+        def score(module: Any, batch: Any = batch) -> tuple[torch.Tensor]:
+            lse = attend(module, batch.attention(), softmax)[1] if knows_lse else None
+            return (module.window_scores(batch.windows(8), softmax, reduction, log_sum_exp=lse),)
+
+        def spoiling(batch: Any = batch) -> None:
+            for request, positions in places.items():
+                spoil(batch, request, positions)
+
+        check(each_isa, score, spoiling)
 
 
-def test_a_query_head_with_nan_is_not_lost_in_the_maximum(
-    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]]
-) -> None:
+def test_a_query_head_with_nan_is_not_lost_in_the_maximum(make_batch, each_isa) -> None:
     """Spoil one query head of a KV head, each in turn: the largest of all heads is NaN."""
     for head in range(4):
         batch = make_batch([100], [20], group=4)
@@ -206,16 +173,11 @@ def test_a_query_head_with_nan_is_not_lost_in_the_maximum(
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("knows_lse", [False, True])
-def test_key_mass(
-    make_batch: Callable[..., Any],
-    each_isa: Callable[[], Iterator[str]],
-    option: str,
-    knows_lse: bool,
-) -> None:
+def test_key_mass(make_batch, each_isa, option, knows_lse) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
 
     def add(module: Any, batch: Any) -> torch.Tensor:
-        log_sum_exp = attend(module, batch, softmax)[1] if knows_lse else None
+        log_sum_exp = attend(module, batch.attention(), softmax)[1] if knows_lse else None
         mass = torch.zeros(batch.key_cache.shape[:3])
         module.add_key_mass(mass, batch.attention(), softmax, log_sum_exp=log_sum_exp)
         return mass
@@ -234,34 +196,25 @@ def test_key_mass(
 
 
 @pytest.mark.parametrize("option", ["plain", "soft cap", "sinks"])
-def test_recent_mass(
-    make_batch: Callable[..., Any], each_isa: Callable[[], Iterator[str]], option: str
-) -> None:
+def test_recent_mass(make_batch, each_isa, option) -> None:
     softmax = Softmax(SCALE, **OPTIONS[option])
 
-    def mass_of(module: Any, batch: Any) -> torch.Tensor:
-        recents = torch.tensor([8, 8, 8], dtype=torch.int32)
-        contexts = torch.tensor([200, 600, 80], dtype=torch.int32)
-        ends, lens, skips = batch.query_start_loc[1:], batch.seq_lens, batch.skips
-        records = RecentBatch(
-            *(batch.query, batch.key_cache, batch.block_table, ends, lens, skips),
-            recents,
-            contexts,
-        )
-        found: torch.Tensor = module.recent_mass(records, softmax, distance_weight=2.0)
-        return found
-
     batch = make_batch([300, 700, 95], [90, 20, 20], group=4)
-    whole = {isa: mass_of(cpu, batch) for isa in each_isa()}
-    spoil(batch, 0, range(250, 251))
-    spoil(batch, 2, range(95))
-    right = mass_of(reference, batch)
-    for isa in each_isa():
-        check(mass_of(cpu, batch), right, whole[isa], isa)
+    recents, contexts = torch.tensor([[8, 8, 8], [200, 600, 80]], dtype=torch.int32)
+    recent = RecentBatch(
+        *(batch.query, batch.key_cache, batch.block_table, batch.query_start_loc[1:]),
+        *(batch.seq_lens, batch.skips, recents, contexts),
+    )
+
+    def spoiling() -> None:
+        spoil(batch, 0, range(250, 251))
+        spoil(batch, 2, range(95))
+
+    check(each_isa, lambda ops: (ops.recent_mass(recent, softmax, distance_weight=2.0),), spoiling)
 
 
 @pytest.mark.parametrize("module", [cpu, reference])
-def test_selection_takes_nan_first(module: Any) -> None:
+def test_selection_takes_nan_first(module) -> None:
     """Rank NaN of both signs before infinity, ties to the lower place; scores should have none."""
     scores = torch.arange(20.0).repeat(1, 1, 1)
     scores[0, 0, 3], scores[0, 0, 11], scores[0, 0, 7] = (
@@ -276,7 +229,7 @@ def test_selection_takes_nan_first(module: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", list(SUMMARY_ROWS))
-def test_summaries_of_pages(each_isa: Callable[[], Iterator[str]], kind: str) -> None:
+def test_summaries_of_pages(each_isa, kind) -> None:
     """Of a page whose sixth token has a NaN in one key, in one of its numbers."""
     keys = torch.randn(8, 2, 16, 64)
     keys[3, 0, 5, 7] = torch.nan
@@ -294,7 +247,7 @@ def test_summaries_of_pages(each_isa: Callable[[], Iterator[str]], kind: str) ->
 
 
 @pytest.mark.parametrize("combine", ["mean", "max"])
-def test_scores_of_pages(each_isa: Callable[[], Iterator[str]], combine: str) -> None:
+def test_scores_of_pages(each_isa, combine) -> None:
     """All pages of the KV head have NaN, since a softmax divides by the sum over them."""
     keys = torch.randn(8, 2, 16, 64)
     keys[3, 0, 5, 7] = torch.nan

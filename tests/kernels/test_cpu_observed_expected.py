@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Scored:
 
 
 @pytest.fixture
-def made(make_batch: Callable[..., Any]) -> Callable[..., Scored]:
+def made(make_batch) -> Callable[..., Scored]:
     """Make requests with NaN where no token is, and queries of a head that are alike."""
 
     def make(
@@ -88,7 +88,7 @@ def made(make_batch: Callable[..., Any]) -> Callable[..., Scored]:
 
 
 @pytest.fixture
-def check(each_isa: Callable[[], Iterator[str]]) -> Callable[[Scored], torch.Tensor]:
+def check(each_isa) -> Callable[[Scored], torch.Tensor]:
     """Compare with the reference in float64, and return what it says."""
 
     def compare(scored: Scored) -> torch.Tensor:

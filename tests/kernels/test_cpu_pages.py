@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.arguments import head_sinks
-from tests.kernels.pages import Pages, build_pages
+from tests.kernels.pages import Pages, build_pages, int32
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
@@ -32,18 +31,15 @@ pytestmark = pytest.mark.cpu
 LENS = [1, 300, 64, 700, 1500, 20]
 QUERY_LENS = [1, 5, 1, 2, 1, 1]
 SKIPS = [0, 37, 0, 128, 0, 3]
-EachIsa = Callable[[], Iterator[str]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, *FP8_DTYPES]
 
 
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def made(dtype: torch.dtype = torch.float32, **options: Any) -> Pages:
-    """Make the pages of `LENS`; a cache of 8-bit floats gets a query of bfloat16."""
+def made(
+    dtype: torch.dtype = torch.float32, of: Any = (LENS, QUERY_LENS, SKIPS), **options: Any
+) -> Pages:
+    """Make pages; a cache of 8-bit floats gets a query of bfloat16."""
     kind = torch.bfloat16 if dtype in FP8_DTYPES else dtype
-    pages = build_pages(LENS, QUERY_LENS, skips=SKIPS, dtype=kind, **options)
+    pages = build_pages(*of[:2], skips=of[2], dtype=kind, **options)
     if dtype in FP8_DTYPES:
         batch = pages.batch
         batch.key_cache, batch.value_cache = (
@@ -61,7 +57,7 @@ def summaries(module: Any, pages: Pages, kind: str, dtype: torch.dtype) -> torch
 @pytest.mark.parametrize("kind", SUMMARY_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [40, 128, 256])
-def test_summaries(each_isa: EachIsa, kind: str, dtype: torch.dtype, head_size: int) -> None:
+def test_summaries(each_isa, kind: str, dtype: torch.dtype, head_size: int) -> None:
     """Round the same numbers once to float32 and to 16 bits; a box is exact in both."""
     pages = made(dtype, head_size=head_size, layout="rows")
     for held in (torch.float32, torch.bfloat16):
@@ -82,9 +78,7 @@ def test_summaries(each_isa: EachIsa, kind: str, dtype: torch.dtype, head_size: 
 @pytest.mark.parametrize("kind", SCORE_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 40), (7, 128), (40, 64)])
-def test_scores(
-    each_isa: EachIsa, kind: str, dtype: torch.dtype, group: int, head_size: int
-) -> None:
+def test_scores(each_isa, kind: str, dtype: torch.dtype, group: int, head_size: int) -> None:
     pages = made(dtype, group=group, head_size=head_size, seed=group)
     rows = replace(pages.rows(), key_scale=0.5)
     softmax = Softmax(head_size**-0.5)
@@ -108,7 +102,7 @@ def test_scores(
         )
 
 
-def test_rows_score_the_same_alone_and_on_two_threads(each_isa: EachIsa, two_threads: None) -> None:
+def test_rows_score_the_same_alone_and_on_two_threads(each_isa, two_threads: None) -> None:
     pages = made(torch.bfloat16, group=4)
     pool = summaries(page_cpu, pages, "spread", torch.bfloat16)
     rows, softmax = pages.rows(), Softmax(0.125)
@@ -199,7 +193,7 @@ def chosen(module: Any, pages: Pages, budget: int) -> PageSelection:
 @pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 128), (7, 40), (8, 64), (12, 32)])
 @pytest.mark.parametrize("block_size", [16, 24])
 def test_all_pages_are_dense_attention(
-    each_isa: EachIsa, dtype: torch.dtype, group: int, head_size: int, block_size: int
+    each_isa, dtype: torch.dtype, group: int, head_size: int, block_size: int
 ) -> None:
     """Give a budget beyond every length: the lists are the tables, and so are the bits."""
     pages = made(dtype, group=group, head_size=head_size, block_size=block_size)
@@ -214,17 +208,11 @@ def test_all_pages_are_dense_attention(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 128), (7, 40), (8, 64)])
 def test_every_path_reads_the_pages_of_its_head(
-    each_isa: EachIsa, dtype: torch.dtype, group: int, head_size: int
+    each_isa, dtype: torch.dtype, group: int, head_size: int
 ) -> None:
     """Move each KV head to blocks of its own: prompts, drafts and decode steps keep their bits."""
-    lens, counts, skips = [1, 37, 300, 700, 20, 1500], [1, 5, 90, 1, 0, 3], [0, 0, 41, 0, 0, 700]
-    kind = torch.bfloat16 if dtype in FP8_DTYPES else dtype
-    options = {"group": group, "head_size": head_size, "dtype": kind}
-    batch = build_pages(lens, counts, skips=skips, **options).batch
-    if dtype in FP8_DTYPES:
-        batch.key_cache, batch.value_cache = (
-            cache.float().to(dtype) for cache in (batch.key_cache, batch.value_cache)
-        )
+    of = [1, 37, 300, 700, 20, 1500], [1, 5, 90, 1, 0, 3], [0, 0, 41, 0, 0, 700]
+    batch = made(dtype, of, group=group, head_size=head_size).batch
     attention = batch.attention()
     blocks, heads = batch.key_cache.shape[:2]
     apart = []
@@ -257,17 +245,12 @@ def test_every_path_reads_the_pages_of_its_head(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_size"), [(2, 64), (6, 128)])
 def test_only_the_chosen_pages_are_read(
-    each_isa: EachIsa, dtype: torch.dtype, group: int, head_size: int
+    each_isa, dtype: torch.dtype, group: int, head_size: int
 ) -> None:
     """Overwrite all others with NaN, for each KV head: the same bits, close to the reference."""
-    kind = torch.bfloat16 if dtype in FP8_DTYPES else dtype
-    lens, skips = [300, 700, 90, 1500], [37, 0, 0, 640]
-    pages = build_pages(lens, [1] * 4, skips=skips, group=group, head_size=head_size, dtype=kind)
+    of = [300, 700, 90, 1500], [1] * 4, [37, 0, 0, 640]
+    pages = made(dtype, of, group=group, head_size=head_size)
     batch = pages.batch
-    if dtype in FP8_DTYPES:
-        batch.key_cache, batch.value_cache = (
-            cache.float().to(dtype) for cache in (batch.key_cache, batch.value_cache)
-        )
     found = chosen(page_reference, pages, 6)
     assert found.counts.tolist() == [6] * 4
     softmax = Softmax(head_size**-0.5)

@@ -25,14 +25,8 @@ def test_the_largest_head_size_is_the_librarys() -> None:
     assert re.findall(r"kMaxHeadSize = (\d+);", text) == [str(cpu_checks.MAX_HEAD_SIZE)]
 
 
-def record(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-def swapped(fields: list[Any], first: int, second: int) -> list[Any]:
-    fields = list(fields)
-    fields[first], fields[second] = fields[second], fields[first]
-    return fields
+def swapped(fields: list[Any], first: int) -> list[Any]:
+    return [*fields[:first], fields[first + 1], fields[first], *fields[first + 2 :]]
 
 
 SELECT = list(cpu_records.PyrSelect._fields_)
@@ -52,39 +46,32 @@ def test_a_definition_in_cpp_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("name", "fields", "message"),
     [
+        ("PyrSelect", swapped(SELECT, 10), "10 .*`int64_t window`, .* packs `int64_t sinks`"),
+        ("PyrSelect", swapped(SELECT, 2), "2 .*`pointer prompt_lens`, .* packs `pointer keeps`"),
+        ("PyrKeyMass", swapped(KEY_MASS, 0), "0 .*`PyrAttention .*`, .* packs `pointer mass`"),
         (
-            record("PyrSelect", swapped(SELECT, 10, 11)),
-            "field 10 of PyrSelect to be `int64_t window`, and this package packs `int64_t sinks`",
+            *("PyrSelect", [*SELECT[:4], ("R", ctypes.c_double), *SELECT[5:]]),
+            "4 .*`int64_t R`, .* packs `double R`",
         ),
         (
-            record("PyrSelect", swapped(SELECT, 2, 3)),
-            "field 2 of PyrSelect to be `pointer prompt_lens`, .* packs `pointer keeps`",
+            *("PyrSelect", [*SELECT, ("more", ctypes.c_int64)]),
+            "13 .*`nothing`, .* packs `int64_t more`",
         ),
-        (
-            record("PyrKeyMass", swapped(KEY_MASS, 0, 1)),
-            "field 0 of PyrKeyMass to be `PyrAttention attention`, .* packs `pointer mass`",
-        ),
-        (
-            record("PyrSelect", [*SELECT[:4], ("R", ctypes.c_double), *SELECT[5:]]),
-            "field 4 of PyrSelect to be `int64_t R`, and this package packs `double R`",
-        ),
-        (
-            record("PyrSelect", [*SELECT, ("more", ctypes.c_int64)]),
-            "field 13 of PyrSelect to be `nothing`, and this package packs `int64_t more`",
-        ),
-        (record("PyrSelect", SELECT[:-1]), "field 12 of PyrSelect to be `int64_t threads`"),
-        (record("PyrUnknown", SELECT), "has no record PyrUnknown"),
+        ("PyrSelect", SELECT[:-1], "12 .*`int64_t threads`"),
+        ("PyrUnknown", SELECT, ""),
     ],
 )
 def test_another_record_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, changed: type[ctypes.Structure], message: str
+    monkeypatch: pytest.MonkeyPatch, name: str, fields: list[Any], message: str
 ) -> None:
     """Refuse two fields of one size in another order, too, which no size tells apart."""
-    others = [kept for kept in cpu_records.RECORDS if kept.__name__ != changed.__name__]
+    others = [kept for kept in cpu_records.RECORDS if kept.__name__ != name]
+    changed = type(name, (ctypes.Structure,), {"_fields_": fields})
     monkeypatch.setattr(cpu_library, "RECORDS", (*others, changed))
-    with pytest.raises(cpu_library.LibraryError, match=f"{message}.*; rebuild it"):
+    said = f"field {message}" if message else f"has no record {name}"
+    with pytest.raises(cpu_library.LibraryError, match=f"{said}.*; rebuild it"):
         cpu_library.load.__wrapped__()
 
 

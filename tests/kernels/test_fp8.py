@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of 8-bit floats: the C++ kernels on every instruction set, and the reference.
-
-What is right is the reference in float64 on a cache that was dequantised beforehand, with no scales
-left to it.
-"""
+"""Caches of 8-bit floats: the C++ kernels on every instruction set, and the reference."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks
+from tests.kernels.arguments import attend, head_sinks, softmax_of
 from tests.kernels.conftest import Batch
 from tests.kernels.every_kernel import cpu, reference
-from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 pytestmark = pytest.mark.cpu
@@ -56,17 +52,6 @@ def dequantised(batch: AttentionBatch) -> AttentionBatch:
     )
 
 
-def softmax_of(batch: AttentionBatch, **options: Any) -> Softmax:
-    return Softmax(batch.query.shape[2] ** -0.5, **options)
-
-
-def attend(module: Any, batch: AttentionBatch, softmax: Softmax, **more: Any) -> tuple[Any, Any]:
-    out = torch.full(batch.query.shape, 7.0, dtype=more.get("compute_dtype", torch.float32))
-    lse = torch.full(batch.query.shape[:2], 9.0)
-    module.paged_attention(out, batch, softmax, log_sum_exp=lse, **more)
-    return out, lse
-
-
 @pytest.fixture
 def check_attention(each_isa: Any) -> Callable[..., None]:
     """Allow at most twice PyTorch's error in the dtype of the queries, on every instruction set."""
@@ -89,11 +74,7 @@ def check_attention(each_isa: Any) -> Callable[..., None]:
 
 
 def test_every_number_is_read_exactly(each_isa: Any, fp8: torch.dtype) -> None:
-    """Attend to one key per request: the output is its value, the log-sum-exp a component.
-
-    All 256 bit patterns; those that are no number give none. Direct reads, tiles, and head sizes
-    that fill no vector.
-    """
+    """Attend to one key per request: the output is its value, the log-sum-exp a component."""
     for head_size in (8, 24, 64):
         tokens = -(-256 // head_size)
         bits = (torch.arange(tokens * head_size) % 256).to(torch.uint8)
@@ -148,53 +129,54 @@ def test_attention_options(make_batch, check_attention, fp8, layout, options) ->
     check_attention(quantised(made, fp8), **options)
 
 
+@pytest.fixture
+def check_scores(each_isa: Any) -> Callable[..., None]:
+    """Compare `run(module, batch, **more)` with float64, also by attention's log-sum-exp."""
+
+    def check(run: Any, batch: AttentionBatch, softmax: Softmax, **close: float) -> None:
+        right = run(reference, dequantised(batch), compute_dtype=torch.float64)
+        torch.testing.assert_close(run(reference, batch), right, **close)
+        for isa in each_isa():
+            for lse in (None, attend(cpu, batch, softmax)[1]):
+                found = run(cpu, batch, log_sum_exp=lse)
+                torch.testing.assert_close(found, right, **close, msg=isa)
+
+    return check
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_window_scores(make_batch, each_isa, fp8, group, sinks) -> None:
+def test_window_scores(make_batch, check_scores, fp8, group, sinks) -> None:
     made = make_batch([1100, 57, 300], [20, 16, 9], group=group, dtype=torch.bfloat16)
     batch = quantised(made, fp8)
     softmax = softmax_of(batch, sinks=head_sinks(2 * group) if sinks else None)
-    reduction = Reduction("max", "avg", 5)
 
-    def windows(of: AttentionBatch) -> WindowBatch:
-        return replace(made.windows(8), key_cache=of.key_cache, key_scale=of.key_scale)
+    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
+        windows = replace(made.windows(8), key_cache=of.key_cache, key_scale=of.key_scale)
+        return module.window_scores(windows, softmax, Reduction("max", "avg", 5), **more)
 
-    right = reference.window_scores(
-        windows(dequantised(batch)), softmax, reduction, compute_dtype=torch.float64
-    )
-    for isa in each_isa():
-        _, lse = attend(cpu, batch, softmax)
-        for given in (None, lse):
-            found = cpu.window_scores(windows(batch), softmax, reduction, log_sum_exp=given)
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-9, msg=isa)
-    found = reference.window_scores(windows(batch), softmax, reduction)
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-9)
+    check_scores(run, batch, softmax, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_key_mass(make_batch, each_isa, fp8, kind) -> None:
+def test_key_mass(make_batch, check_scores, fp8, kind) -> None:
     batch = quantised(make_batch(LENS, QUERY_LENS, skips=SKIPS, group=4), fp8)
     softmax = softmax_of(batch)
 
-    def mass(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
+    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
         found = torch.zeros(of.key_cache.shape[:3])
         module.add_key_mass(found, of, softmax, kind=kind, **more)
         return found
 
-    right = mass(reference, dequantised(batch), compute_dtype=torch.float64)
-    torch.testing.assert_close(mass(reference, batch), right, rtol=1e-4, atol=1e-6)
-    for isa in each_isa():
-        for lse in (None, attend(cpu, batch, softmax)[1]):
-            found = mass(cpu, batch, log_sum_exp=lse)
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6, msg=isa)
+    check_scores(run, batch, softmax, rtol=1e-4, atol=1e-6)
 
 
-def test_recent_mass(make_batch, each_isa, fp8) -> None:
+def test_recent_mass(make_batch, check_scores, fp8) -> None:
     made = make_batch([41, 300, 700], [30, 250, 500], dtype=torch.bfloat16, group=3)
     batch = quantised(made, fp8)
     softmax = softmax_of(batch)
 
-    def mass(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
+    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
         recents, contexts = torch.tensor([[6, 64, 137], [24, 180, 363]], dtype=torch.int32)
         recent = RecentBatch(
             *(of.query, of.key_cache, of.block_table, of.query_start_loc[1:].clone()),
@@ -203,12 +185,7 @@ def test_recent_mass(make_batch, each_isa, fp8) -> None:
         )
         return module.recent_mass(recent, softmax, distance_weight=1.2, **more)
 
-    right = mass(reference, dequantised(batch), compute_dtype=torch.float64)
-    torch.testing.assert_close(mass(reference, batch), right, rtol=2e-4, atol=1e-7)
-    for isa in each_isa():
-        for lse in (None, attend(cpu, batch, softmax)[1]):
-            found = mass(cpu, batch, log_sum_exp=lse)
-            torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-7, msg=isa)
+    check_scores(run, batch, softmax, rtol=2e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

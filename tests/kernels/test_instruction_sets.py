@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.processes import run_python
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).parents[2]
 # What /proc/cpuinfo has to list for each instruction set, which the library finds out by itself.
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -62,19 +59,13 @@ def test_the_table_names_every_instruction_set() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors run portable code")
 @pytest.mark.parametrize("isa", NEEDS)
 def test_the_variable_forces_one_instruction_set(isa: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", COMPARE],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), library.ISA_VARIABLE: isa},
-        capture_output=True,
-        text=True,
-    )
+    status, out, errors = run_python("-c", COMPARE, **{library.ISA_VARIABLE: isa})
     if NEEDS[isa] <= flags_of_this_cpu():
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.strip() == isa
+        assert status == 0, errors
+        assert out.strip() == isa
     else:
-        assert result.returncode != 0
-        assert f"ValueError: VLLM_PYRAMID_CPU_ISA: this CPU does not have {isa}" in result.stderr
+        assert status != 0
+        assert f"ValueError: VLLM_PYRAMID_CPU_ISA: this CPU does not have {isa}" in errors
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors run portable code")

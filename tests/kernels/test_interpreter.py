@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.processes import run_python
 
 pytestmark = pytest.mark.cpu
 
@@ -85,13 +84,5 @@ for _ in range(2):  # what is kept is made, and used
 def test_same_numbers_and_errors(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    paths = [str(root), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(filter(None, paths))
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    status, _, errors = run_python(str(script), TRITON_INTERPRET="1")
+    assert status == 0, errors[-3000:]

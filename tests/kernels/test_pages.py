@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.every_kernel import cpu, reference
-from tests.kernels.pages import Pages, build_pages
+from tests.kernels.pages import Pages, build_pages, int32
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels import reference as page_reference
@@ -24,10 +24,6 @@ QUERY_LENS = [1, 1, 5, 1, 2]
 SKIPS = [0, 0, 37, 0, 128]
 MODULES = [page_reference, page_cpu]
 EACH_MODULE = pytest.mark.parametrize("module", MODULES, ids=["reference", "cpu"])
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def keys_of(pages: Pages, row: int, page: int) -> torch.Tensor:

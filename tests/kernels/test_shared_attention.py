@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks
+from tests.kernels.arguments import attend, head_sinks, softmax_of
 from tests.kernels.conftest import Batch, build_batch
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
@@ -31,11 +31,7 @@ FEWEST = 128
 
 
 def share(batch: Batch, groups: Sequence[tuple[Sequence[int], int]]) -> Batch:
-    """Let the tables of each group begin with the same blocks: those of its first request.
-
-    Args:
-        groups: requests, and the position at which the blocks that they share end.
-    """
+    """Let the tables of each group begin with the same blocks: those of its first request."""
     block_size = batch.key_cache.shape[2]
     for requests, end in groups:
         first = int(batch.skips[requests[0]]) // block_size
@@ -45,29 +41,12 @@ def share(batch: Batch, groups: Sequence[tuple[Sequence[int], int]]) -> Batch:
     return batch
 
 
-def softmax_of(batch: AttentionBatch, **options: Any) -> Softmax:
-    return Softmax(batch.query.shape[2] ** -0.5, **options)
-
-
-def attend(
-    batch: AttentionBatch, softmax: Softmax, fewest_keys: int | None = FEWEST
+def shared(
+    batch: AttentionBatch, softmax: Softmax, fewest_keys: int = FEWEST
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend in C++; without `fewest_keys` each request by itself."""
-    out = torch.full(batch.query.shape, 7.0)
-    lse = torch.full(batch.query.shape[:2], 9.0)
-    if fewest_keys is None:
-        cpu.paged_attention(out, batch, softmax, log_sum_exp=lse)
-    else:
-        cpu.shared_attention(out, batch, softmax, log_sum_exp=lse, fewest_keys=fewest_keys)
-    return out, lse
-
-
-def exact(
-    batch: AttentionBatch, softmax: Softmax, dtype: torch.dtype = torch.float64
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full(batch.query.shape, 7.0, dtype=torch.float64)
-    lse = torch.full(batch.query.shape[:2], 9.0)
-    reference.paged_attention(out, batch, softmax, log_sum_exp=lse, compute_dtype=dtype)
+    """Attend in C++, with shared prefixes of `fewest_keys` keys at least."""
+    out, lse = torch.full(batch.query.shape, 7.0), torch.full(batch.query.shape[:2], 9.0)
+    cpu.shared_attention(out, batch, softmax, log_sum_exp=lse, fewest_keys=fewest_keys)
     return out, lse
 
 
@@ -84,30 +63,26 @@ def rows_alone(batch: AttentionBatch, groups: Sequence[SharedPrefix]) -> torch.T
 
 
 @pytest.fixture
-def check(each_isa: Callable[[], Iterator[str]]) -> Callable[..., list[SharedPrefix]]:
-    """Check on every instruction set: sharing ran, and errs by at most twice PyTorch's own error.
-
-    As many rows share as in the groups of the reference, the other requests have the bits of
-    `paged_attention`, and the reference agrees with the exact result far below that error.
-    """
+def check(each_isa) -> Callable[..., list[SharedPrefix]]:
+    """Check on every instruction set: sharing ran, and errs by at most twice PyTorch's error."""
 
     def run(
         batch: AttentionBatch, plain: AttentionBatch | None = None, **options: Any
     ) -> list[SharedPrefix]:
         softmax = softmax_of(batch, **options)
-        right, right_lse = exact(plain or batch, softmax)
-        rough, _ = exact(plain or batch, softmax, batch.query.dtype)
+        right, right_lse = attend(reference, plain or batch, softmax, compute_dtype=torch.float64)
+        rough, _ = attend(reference, plain or batch, softmax, compute_dtype=batch.query.dtype)
         allowed = 2 * (rough - right).abs().max().item() + 2e-6
         groups = shared_prefixes(batch, softmax, FEWEST)
         alone = rows_alone(batch, groups)
         for isa in each_isa():
             before = shared_rows()
-            found, lse = attend(batch, softmax)
+            found, lse = shared(batch, softmax)
             assert shared_rows() - before == rows_of(batch, groups), isa
             error = (found - right).abs().max().item()
             assert error <= allowed, f"{isa}: error {error:.3g}, allowed {allowed:.3g}"
             torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
-            by_itself, own_lse = attend(batch, softmax, None)
+            by_itself, own_lse = attend(cpu, batch, softmax)
             assert torch.equal(found[alone], by_itself[alone]), isa
             assert torch.equal(lse[alone], own_lse[alone]), isa
         by_reference = torch.full(batch.query.shape, 7.0, dtype=torch.float64)
@@ -187,7 +162,7 @@ def test_lists_of_each_kv_head_share_nothing(each_isa) -> None:
     assert shared_prefixes(lists, softmax, FEWEST) == []
     for _ in each_isa():
         before = shared_rows()
-        found, right = attend(lists, softmax), attend(batch, softmax, None)
+        found, right = shared(lists, softmax), attend(cpu, batch, softmax)
         assert shared_rows() == before
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
@@ -277,11 +252,11 @@ def test_order_and_threads_do_not_matter(each_isa, two_threads) -> None:
     other, rows = reordered(batch, order)
     for _ in each_isa():
         torch.set_num_threads(2)
-        out, lse = attend(batch, softmax)
+        out, lse = shared(batch, softmax)
         torch.set_num_threads(1)
-        assert torch.equal(attend(batch, softmax)[0], out)
+        assert torch.equal(shared(batch, softmax)[0], out)
         before = shared_rows()
-        moved, moved_lse = attend(other, softmax)
+        moved, moved_lse = shared(other, softmax)
         assert shared_rows() - before == 9 * 8
         torch.testing.assert_close(moved, out[rows], rtol=0, atol=2e-6)
         torch.testing.assert_close(moved_lse, lse[rows], rtol=2e-6, atol=2e-6)
@@ -298,7 +273,7 @@ def test_nan_reaches_those_who_see_it(each_isa, part, dtype) -> None:
         getattr(batch, part)[int(batch.block_table[request, entry]), :, 7] = float("nan")
         for isa in each_isa():
             before = shared_rows()
-            out, _ = attend(batch.attention(), softmax)
+            out, _ = shared(batch.attention(), softmax)
             assert shared_rows() - before == 8 * 8
             found = out.isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
             assert found == list(hurt), isa
@@ -310,11 +285,11 @@ def test_few_keys_are_not_worth_a_group(each_isa) -> None:
     softmax = softmax_of(batch)
     for _ in each_isa():
         before = shared_rows()
-        unshared = attend(batch, softmax, 641)
+        unshared = shared(batch, softmax, 641)
         assert shared_rows() == before
-        for found, right in zip(unshared, attend(batch, softmax, None), strict=True):
+        for found, right in zip(unshared, attend(cpu, batch, softmax), strict=True):
             assert torch.equal(found, right)
-        attend(batch, softmax, 640)
+        shared(batch, softmax, 640)
         assert shared_rows() - before == 3 * 4
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.arguments import take_softmax
+from tests.kernels.arguments import softmax_options, take_softmax
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Softmax
 
@@ -44,7 +44,7 @@ def apart(batch: Any) -> Any:
 
 
 @pytest.fixture
-def assert_equal(each_isa: Callable[[], Iterator[str]]) -> Callable[..., None]:
+def assert_equal(each_isa) -> Callable[..., None]:
     """Check on every instruction set: close to float64, and the same rows counted."""
 
     def check(batch: Any, top_ns: list[int], **options: Any) -> None:
@@ -94,19 +94,8 @@ def test_matches_reference(make_batch, assert_equal, dtype, group, head_size) ->
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sliding_window": 20},
-        {"sliding_window": 100, "soft_cap": 3.0},
-        {"sinks": True},
-        {"sinks": True, "soft_cap": 2.0, "sliding_window": 33},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", softmax_options(), ids=["near", "cap", "low", "sinks", "all"])
 def test_options(make_batch, assert_equal, options, renormalize) -> None:
-    if "sinks" in options:
-        options = options | {"sinks": torch.tensor([0.5, -2.0, 4.0, 1.0])}
     batch = apart(make_batch(LENS, QUERY_LENS, block_size=32))
     assert_equal(batch, TOP_NS, renormalize=renormalize, **options)
 
@@ -140,12 +129,7 @@ def test_company_and_threads_change_nothing(make_batch, two_threads) -> None:
     torch.set_num_threads(1)
     assert torch.equal(run(cpu, batch, [64, 5, 33])[0], together)
     for r, rows in enumerate((slice(0, 1), slice(1, 2), slice(2, 5))):
-        alone = make_batch([900, 640, 500], [1, 1, 3])
-        alone.query = batch.query[rows]
-        alone.block_table, alone.seq_lens = batch.block_table[r : r + 1], batch.seq_lens[r : r + 1]
-        alone.query_start_loc = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
-        alone.skips = batch.skips[:1]
-        assert torch.equal(run(cpu, alone, [[64, 5, 33][r]])[0], together[rows])
+        assert torch.equal(run(cpu, batch.one(r), [[64, 5, 33][r]])[0], together[rows])
 
 
 def test_many_requests_on_two_threads(make_batch, two_threads) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.processes import ROOT, run_python
 
 
 def kernel_names() -> set[str]:
@@ -29,16 +26,10 @@ def kernel_names() -> set[str]:
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_main_configuration_compiles_without_spills(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "scripts/compile_triton.py", "--json", str(tmp_path / "usage.json")],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr
+    command = ["scripts/compile_triton.py", "--json", str(tmp_path / "usage.json")]
+    status, out, errors = run_python(*command, unset="TRITON_INTERPRET")
+    print(out)
+    assert status == 0, out + errors
     usages = json.loads((tmp_path / "usage.json").read_text())
     compiled = {(usage["kernel"], usage["arch"]) for usage in usages}
     assert compiled == {(name, arch) for name in kernel_names() for arch in (80, 90, 100)}

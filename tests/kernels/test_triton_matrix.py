@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules `triton_matrix/check_*.py`, each in a process of its own.
-
-Triton decides on import, by a variable, whether it interprets or compiles: the modules run on CPU
-tensors under the interpreter and, if there is a CUDA device, compiled.
-"""
+"""The modules `triton_matrix/check_*.py`, each in a process of its own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.processes import run_python
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 MATRIX = Path(__file__).parent / "triton_matrix"
 MODULES = (
     *("check_attention.py", "check_fp8.py", "check_mass.py", "check_moves.py", "check_pages.py"),
@@ -27,18 +21,11 @@ MODULES = (
 
 
 def run_module(name: str, interpret: bool) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(MATRIX / name)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "skipped" not in result.stdout, result.stdout
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(MATRIX / name)]
+    how = {"TRITON_INTERPRET": "1"} if interpret else {"unset": "TRITON_INTERPRET"}
+    status, out, errors = run_python(*command, **how)
+    assert status == 0, out + errors
+    assert "skipped" not in out, out
 
 
 @pytest.mark.cpu

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.kernels.arguments import WHERE
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.records import FP8_DTYPES, Reduction, Softmax, WindowBatch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 SCALES = {"key_scale": 0.37, "value_scale": 2.5}
 # Numbers of the query's dtype: that of the products.
@@ -25,17 +24,12 @@ def fp8(request):
     return request.param
 
 
-def batch_of(make_paged, ints, fp8, dtype, lens, queries, skips=None, joint=True):
+def batch_of(make_paged, fp8, dtype, lens, queries, skips=None, joint=True):
     paged = make_paged(lens, 2, 64, torch.float32, joint=joint)
     paged.key_cache[..., ::5] *= 2.0**-9  # subnormal numbers too
     paged.key_cache = (paged.key_cache / SCALES["key_scale"]).to(fp8)
     paged.value_cache = paged.value_cache.to(fp8)
-    starts = torch.tensor([0, *queries]).cumsum(0).tolist()
-    generator = torch.Generator().manual_seed(3)
-    query = torch.randn(starts[-1], 8, 64, generator=generator).to(dtype)
-    query = query.to(paged.key_cache.device)
-    skips = skips or [0] * len(lens)
-    return replace(paged.attention(query, ints(starts), ints(lens), ints(skips)), **SCALES)
+    return replace(paged.batch(queries, lens, skips, seed=3, dtype=dtype), **SCALES)
 
 
 def close(found, right, dtype):
@@ -45,9 +39,9 @@ def close(found, right, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
-def test_attention(make_paged, ints, fp8, dtype, splits):
+def test_attention(make_paged, fp8, dtype, splits):
     lens, queries, skips = [150, 33, 90, 70], [1, 33, 1, 20], [37, 0, 0, 16]
-    batch = batch_of(make_paged, ints, fp8, dtype, lens, queries, skips)
+    batch = batch_of(make_paged, fp8, dtype, lens, queries, skips)
     softmax = Softmax(0.125, soft_cap=3.0)
     right = torch.zeros(batch.query.shape, dtype=torch.float64, device=batch.query.device)
     lse, right_lse = (torch.zeros(batch.query.shape[:2], device=right.device) for _ in range(2))
@@ -63,7 +57,7 @@ def test_attention(make_paged, ints, fp8, dtype, splits):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_window_scores(make_paged, ints, fp8, dtype):
     lens = [150, 57]
-    batch = batch_of(make_paged, ints, fp8, dtype, lens, [20, 9])
+    batch = batch_of(make_paged, fp8, dtype, lens, [20, 9])
     windows = WindowBatch(
         batch.query, batch.key_cache, batch.block_table, ints([20, 29]), ints(lens), 8,
         key_scale=SCALES["key_scale"],
@@ -75,8 +69,8 @@ def test_window_scores(make_paged, ints, fp8, dtype):
 
 
 @pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_key_mass(make_paged, ints, fp8, kind):
-    batch = batch_of(make_paged, ints, fp8, torch.float32, [150, 57], [1, 9], joint=False)
+def test_key_mass(make_paged, fp8, kind):
+    batch = batch_of(make_paged, fp8, torch.float32, [150, 57], [1, 9], joint=False)
     right, found = (torch.zeros(batch.key_cache.shape[:3], device=batch.query.device) for _ in "rf")
     softmax = Softmax(0.125)
     reference.add_key_mass(right, batch, softmax, kind=kind, compute_dtype=torch.float64)
@@ -87,7 +81,7 @@ def test_key_mass(make_paged, ints, fp8, kind):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_topn_attention(make_paged, ints, fp8, renormalize):
-    batch = batch_of(make_paged, ints, fp8, torch.float32, [150, 57, 70], [1, 3, 9])
+    batch = batch_of(make_paged, fp8, torch.float32, [150, 57, 70], [1, 3, 9])
     right = torch.zeros(batch.query.shape, dtype=torch.float64, device=batch.query.device)
     options = {"top_ns": ints([20, 5, 0]), "renormalize": renormalize}
     reference.topn_attention(right, batch, Softmax(0.125), compute_dtype=torch.float64, **options)
@@ -97,7 +91,7 @@ def test_topn_attention(make_paged, ints, fp8, renormalize):
 
 
 @pytest.mark.parametrize("source", DTYPES)
-def test_writes_round_as_torch_does(make_paged, ints, fp8, source, device):
+def test_writes_round_as_torch_does(make_paged, fp8, source, device):
     """Write saturated, to nearest, ties to even; also subnormal numbers."""
     generator = torch.Generator().manual_seed(0)
     powers = torch.randint(-18, 14, (64, 2, 64), generator=generator)
@@ -116,8 +110,8 @@ def test_writes_round_as_torch_does(make_paged, ints, fp8, source, device):
     assert torch.equal(found.view(torch.uint8)[number], right.view(torch.uint8)[number])
 
 
-def test_queries_are_not_quantised(make_paged, ints, fp8):
-    batch = batch_of(make_paged, ints, fp8, torch.float32, [40], [1])
+def test_queries_are_not_quantised(make_paged, fp8):
+    batch = batch_of(make_paged, fp8, torch.float32, [40], [1])
     batch = replace(batch, query=batch.query.to(fp8))
     with pytest.raises(ValueError, match="8-bit floats are for caches"):
         triton_ops.paged_attention(batch.query, batch, Softmax(0.125))

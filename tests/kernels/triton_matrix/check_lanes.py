@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots and orders of lanes, against the reference and by their definition.
-
-Shape legend: L layers, R requests, G KV heads, N tokens of a lane's block.
-"""
+"""Slots and orders of lanes, against the reference and by their definition."""
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels import table_twins
+from tests.kernels.arguments import WHERE
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 
-pytestmark = pytest.mark.cpu if os.environ.get("TRITON_INTERPRET") == "1" else pytest.mark.gpu
+pytestmark = WHERE
 
 N, LAYERS = 24, 3
 

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks, take_softmax
+from tests.kernels.arguments import WHERE, head_sinks, take_softmax
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.records import (
@@ -20,8 +18,7 @@ from vllm_pyramid.kernels.records import (
     WindowBatch,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 # (KV heads, group, head size, dtype, joint K and V)
 GEOMETRIES = [
@@ -40,27 +37,22 @@ EXTRAS = {
 START = 0.25  # what the mass holds before: it is added to
 
 
-def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pass=False, **launch):
-    """Run both on pages that begin at `START`; return what each added, `[G, tokens]` per request.
+def run_both(paged, lens, queries, skips, *, group=4, extras=None, one_pass=False, **launch):
+    """Run both on pages that begin at `START`; return what was added, `[G, tokens]` per request.
 
     `one_pass`: Triton is given the log-sum-exp of attention.
     """
-    num_kv_heads, group, head_size, dtype, _ = geometry
-    device = paged.key_cache.device
-    generator = torch.Generator().manual_seed(2)
-    extras = dict(extras or {})
+    batch = paged.batch(queries, lens, skips, group=group, seed=2)
+    query, extras = batch.query, dict(extras or {})
     if extras.get("sinks"):
-        extras["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device)
-    query = torch.randn(sum(queries), num_kv_heads * group, head_size, generator=generator)
-    query = query.to(dtype).to(device)
-    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
-    batch = paged.attention(query, ints(starts), ints(lens), ints(skips))
-    softmax = take_softmax(extras, head_size**-0.5)
+        sinks = torch.randn(query.shape[1], generator=torch.Generator().manual_seed(3))
+        extras["sinks"] = sinks.to(query.device)
+    softmax = take_softmax(extras, query.shape[2] ** -0.5)
     expected, actual = (
-        torch.full(paged.key_cache.shape[:3], START, device=device) for _ in range(2)
+        torch.full(paged.key_cache.shape[:3], START, device=query.device) for _ in range(2)
     )
     if one_pass:
-        lse = torch.full(query.shape[:2], float("nan"), device=device)
+        lse = torch.full(query.shape[:2], float("nan"), device=query.device)
         reference.paged_attention(torch.empty_like(query), batch, softmax, log_sum_exp=lse)
         launch = {**launch, "log_sum_exp": lse}
     reference.add_key_mass(expected, batch, softmax, **extras, compute_dtype=torch.float64)
@@ -74,8 +66,7 @@ def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pa
     for r, (n, skip) in enumerate(zip(lens, skips, strict=True)):
         mass = reference.gather_tokens(actual[..., None], paged.block_table[r], skip, n)
         added.append(mass[..., 0].T - START)
-    untouched = (actual == START) == (expected == START)
-    assert untouched.all()
+    assert ((actual == START) == (expected == START)).all()
     return added
 
 
@@ -83,53 +74,44 @@ def run_both(paged, ints, geometry, lens, queries, skips, *, extras=None, one_pa
 @pytest.mark.parametrize(
     ("geometry", "splits"), list(zip(GEOMETRIES, [1, 4, 1, 4, 2], strict=True))
 )
-def test_decode(make_paged, ints, geometry, splits, one_pass):
-    num_kv_heads, _, head_size, dtype, joint = geometry
+def test_decode(make_paged, geometry, splits, one_pass):
+    num_kv_heads, group, head_size, dtype, joint = geometry
     lens, skips = [1, 150, 64, 97, 17], [0, 37, 48, 96, 0]
-    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
-    for r, skip in enumerate(skips):
-        paged.hide(r, skip // 16)
-    run_both(paged, ints, geometry, lens, [1] * 5, skips, num_splits=splits, one_pass=one_pass)
+    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint, skips=skips)
+    run_both(paged, lens, [1] * 5, skips, group=group, num_splits=splits, one_pass=one_pass)
 
 
 @pytest.mark.parametrize(("geometry", "splits"), [(GEOMETRIES[1], 2), (GEOMETRIES[3], None)])
-def test_chunks_and_mixed_batch(make_paged, ints, geometry, splits):
-    num_kv_heads, _, head_size, dtype, joint = geometry
+def test_chunks_and_mixed_batch(make_paged, geometry, splits):
+    num_kv_heads, group, head_size, dtype, joint = geometry
     lens, skips, queries = [40, 70, 33, 20, 64], [0, 21, 0, 0, 16], [40, 9, 1, 0, 5]
-    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint)
-    for r, skip in enumerate(skips):
-        paged.hide(r, skip // 16)
-    added = run_both(paged, ints, geometry, lens, queries, skips, num_splits=splits)
+    paged = make_paged(lens, num_kv_heads, head_size, dtype, joint=joint, skips=skips)
+    added = run_both(paged, lens, queries, skips, group=group, num_splits=splits)
     assert not added[3].any() and added[0].any()
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(("extra", "splits"), list(zip(EXTRAS, [1, 2, 2, 1], strict=True)))
-def test_extras(make_paged, ints, extra, splits, one_pass):
-    geometry = (1, 4, 64, torch.bfloat16, False)
+def test_extras(make_paged, extra, splits, one_pass):
     lens, skips, queries = [150, 33, 90, 120], [37, 0, 16, 0], [1, 1, 20, 60]
-    paged = make_paged(lens, 1, 64, torch.bfloat16, block_size=8)
-    for r, skip in enumerate(skips):
-        paged.hide(r, skip // 8)
+    paged = make_paged(lens, 1, 64, torch.bfloat16, block_size=8, skips=skips)
     options = {"extras": EXTRAS[extra], "num_splits": splits, "one_pass": one_pass}
-    run_both(paged, ints, geometry, lens, queries, skips, **options)
+    run_both(paged, lens, queries, skips, **options)
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
-def test_queries_that_see_nothing_give_nothing(make_paged, ints, one_pass):
+def test_queries_that_see_nothing_give_nothing(make_paged, one_pass):
     paged = make_paged([32], 2, 64, torch.bfloat16)
-    geometry = (2, 4, 64, torch.bfloat16, False)
-    (added,) = run_both(paged, ints, geometry, [32], [4], [30], one_pass=one_pass)
+    (added,) = run_both(paged, [32], [4], [30], one_pass=one_pass)
     torch.testing.assert_close(added.sum().item(), 2.0 * 8, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("extras", [{}, {"sliding_window": 37}], ids=str)
-def test_below_average(make_paged, ints, extras):
-    geometry = (2, 4, 64, torch.float32, False)
+def test_below_average(make_paged, extras):
     lens, skips, queries = [150, 33, 90], [37, 0, 16], [1, 1, 20]
     paged = make_paged(lens, 2, 64, torch.float32)
     extras = {"kind": "below_average", **extras}
-    added = run_both(paged, ints, geometry, lens, queries, skips, extras=extras, num_splits=2)
+    added = run_both(paged, lens, queries, skips, extras=extras, num_splits=2)
     assert all(mass.sum() > 100 for mass in (added[0], added[2]))
 
 
@@ -137,12 +119,11 @@ def test_below_average(make_paged, ints, extras):
     ("kind", "one_pass"), [("sum", False), ("below_average", False), ("below_average", True)]
 )
 def test_first_queries(make_paged, ints, kind, one_pass):
-    geometry = (1, 3, 32, torch.float32, True)
     lens, skips, queries = [70, 64, 33], [16, 0, 0], [40, 20, 1]
     paged = make_paged(lens, 1, 32, torch.float32, joint=True)
     extras = {"kind": kind, "first_queries": ints([55, 10, 33])}
-    options = {"extras": extras, "num_splits": 1, "one_pass": one_pass}
-    added = run_both(paged, ints, geometry, lens, queries, skips, **options)
+    options = {"extras": extras, "group": 3, "num_splits": 1, "one_pass": one_pass}
+    added = run_both(paged, lens, queries, skips, **options)
     assert not added[2].any() and added[0].any() and added[1].any()
 
 
@@ -152,17 +133,14 @@ def test_no_query_adds(make_paged, ints, group):
     lens, queries = [70, 33], [40, 1]
     paged = make_paged(lens, 1, 32, torch.float32, joint=True)
     extras = {"first_queries": ints([2**31 - 1, 20])}
-    geometry = (1, group, 32, torch.float32, True)
-    added = run_both(paged, ints, geometry, lens, queries, [0, 0], extras=extras, num_splits=1)
+    added = run_both(paged, lens, queries, [0, 0], group=group, extras=extras, num_splits=1)
     assert not added[0].any() and added[1].any()
 
 
-def test_strides(make_paged, ints, device):
+def test_strides(make_paged, device):
     """Pass a view as the mass."""
     paged = make_paged([70], 2, 64, torch.bfloat16)
-    generator = torch.Generator().manual_seed(2)
-    query = torch.randn(1, 8, 64, generator=generator).to(torch.bfloat16).to(device)
-    inputs = (paged.attention(query, ints([0, 1]), ints([70]), ints([0])), Softmax(0.125))
+    inputs = (paged.batch([1], [70]), Softmax(0.125))
     blocks, heads, rows = paged.key_cache.shape[:3]
     whole = torch.zeros(blocks, heads, rows, device=device)
     triton_ops.add_key_mass(whole, *inputs)
@@ -174,28 +152,17 @@ def test_strides(make_paged, ints, device):
     assert not wide.any()
 
 
-def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+def test_blocks_beyond_32_bit_offsets(make_huge, far_pools, ints, device):
     """Use offsets above 2**31 elements, in cache and mass, where a 32-bit product would wrap."""
-    stride, head_size, blocks = 2**28, 64, 9
-    flat = make_huge(8 * stride + 4096, torch.bfloat16)
-    cache = flat.as_strided((blocks, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
+    stride, blocks = 2**28, 9
     far = make_huge(8 * stride + 4096, torch.float32).as_strided((blocks, 1, 16), (stride, 1, 1))
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(blocks, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
-    query = torch.randn(10, 2, head_size, generator=generator).bfloat16().to(device)
     near = torch.zeros(blocks, 1, 16, device=device)
-    for pool, mass in ((cache, far), (data, near)):
-        pool.copy_(data)
+    query = torch.randn(10, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    table = ints([[2, 0, 7], [6, 8, 4], [1, 5, 3]])  # a block has one request
+    numbers = ints([0, 1, 9, 10]), ints([40, 40, 35]), ints([3, 0, 0])
+    for pool, mass in zip(far_pools(blocks, 128, stride), (far, near), strict=True):
         mass.zero_()
-        batch = AttentionBatch(
-            query,
-            pool[..., :head_size],
-            pool[..., head_size:],
-            ints([[2, 0, 7], [6, 8, 4], [1, 5, 3]]),  # a block has one request
-            ints([0, 1, 9, 10]),
-            ints([40, 40, 35]),
-            ints([3, 0, 0]),
-        )
+        batch = AttentionBatch(query, *pool.split(64, dim=3), table, *numbers)
         triton_ops.add_key_mass(mass, batch, Softmax(0.125), num_splits=2)
     assert torch.equal(far, near)
     torch.testing.assert_close(near.sum().item(), 20.0)

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from tests.kernels.arguments import INTERPRETED, WHERE
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.triton import functions as triton_ops
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 
 def random_kept(lens, keeps, num_kv_heads, width, seed=0):
@@ -44,10 +42,7 @@ def bits_of(cache):
 def test_compact_is_gather_then_write(
     make_paged, ints, device, dtype, head_size, joint, block_size
 ):
-    """Overlap in every way: all but one kept, most kept over several tiles, few kept, all kept.
-
-    Random bits, NaN payloads included, must arrive unchanged and nothing else may change.
-    """
+    """Overlap in every way: all but one kept, most kept over several tiles, few kept, all kept."""
     lens, keeps = [300, 290, 150, 40, 33], [299, 200, 20, 40, 1]
     paged = make_paged(lens, 2, head_size, torch.float32, block_size=block_size, joint=joint)
     generator = torch.Generator().manual_seed(1)
@@ -80,13 +75,16 @@ def test_compact_is_gather_then_write(
         assert not torch.equal(bits, original)
 
 
-def test_compact_beyond_32_bit_offsets(make_huge, ints, device):
-    block_stride = 2**30
-    flat = make_huge(3 * block_stride + 4096, torch.uint8)
-    shape, strides = (4, 2, 16, 64), (block_stride, 16 * 64, 64, 1)
-    pool = flat.as_strided(shape, strides)
-    data = torch.randint(0, 256, shape, dtype=torch.uint8).to(device)
-    pool.copy_(data)
+@pytest.fixture
+def pools(make_huge, device):
+    """Return a pool whose blocks are 2**30 bytes apart, and one of the same bytes without gaps."""
+    pool = make_huge(3 * 2**30 + 4096, torch.uint8).as_strided((4, 2, 16, 64), (2**30, 1024, 64, 1))
+    data = torch.randint(0, 256, pool.shape, dtype=torch.uint8).to(device)
+    return pool.copy_(data), data
+
+
+def test_compact_beyond_32_bit_offsets(pools, ints, device):
+    pool, data = pools
     kept = random_kept([60], [35], 2, 35).to(device)
     arguments = (ints([[3, 1, 2, 0]]), kept, ints([60]), ints([35]))
     value = data.clone()
@@ -118,11 +116,8 @@ def test_copy_blocks(device, dtype, head_size, block_size, index):
         triton_ops.copy_blocks(*caches, sources, targets[:1])
 
 
-def test_copy_blocks_beyond_32_bit_offsets(make_huge, ints, device):
-    flat = make_huge(3 * 2**30 + 4096, torch.uint8)
-    pool = flat.as_strided((4, 2, 16, 64), (2**30, 16 * 64, 64, 1))
-    data = torch.randint(0, 256, pool.shape, dtype=torch.uint8).to(device)
-    pool.copy_(data)
+def test_copy_blocks_beyond_32_bit_offsets(pools, ints):
+    pool, data = pools
     data[3] = data[1]
     data[0] = data[2]
     triton_ops.copy_blocks(pool, torch.empty_like(data), ints([1, 2]), ints([3, 0]))

@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks
+from tests.kernels.arguments import WHERE, head_sinks
 from tests.kernels.every_kernel import reference, triton_ops
+from tests.kernels.test_cpu_observed_expected import Scored
 from tests.methods.views import cos_sin
 from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.step.rotary import Rotary
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 
 @dataclass(frozen=True)
@@ -67,23 +65,7 @@ CASES = {
 }
 
 
-@dataclass
-class Made:
-    """The arguments of `observed_expected_scores`."""
-
-    case: Case
-    batch: WindowBatch
-    values: torch.Tensor
-    softmax: Softmax
-    future: torch.Tensor | None
-    more: dict[str, Any] = field(default_factory=dict)
-
-    def score(self, function, **options) -> torch.Tensor:
-        arguments = (self.batch, self.values, self.softmax, self.case.shape)
-        return function(*arguments, future=self.future, **self.more, **options)
-
-
-def made(make_paged, ints, case: Case, lens: list[int], starts: list[int], device, seed=0) -> Made:
+def made(make_paged, ints, case: Case, lens: list[int], starts: list[int], device) -> Scored:
     """Make requests with NaN in front of `starts`, and their queries to come."""
     paged = make_paged(lens, case.kv_heads, case.size, case.dtype, joint=case.size == 64)
     for r, start in enumerate(starts):
@@ -94,7 +76,7 @@ def made(make_paged, ints, case: Case, lens: list[int], starts: list[int], devic
     for gap in range(len(lens)):
         total += gap + case.queries
         ends.append(total)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     heads = case.kv_heads * case.group
     query = torch.randn(total + 1, heads, case.size, generator=generator)
     query += torch.randn(heads, case.size, generator=generator)  # queries of a head are alike
@@ -106,7 +88,7 @@ def made(make_paged, ints, case: Case, lens: list[int], starts: list[int], devic
     if softmax.sinks is not None:
         softmax = replace(softmax, sinks=softmax.sinks.to(device))
     future = futures(case, batch, ints(lens), device) if case.expected else None
-    return Made(case, batch, paged.value_cache, softmax, future, {"starts": ints(starts)})
+    return Scored(batch, paged.value_cache, softmax, case.shape, future, ints(starts))
 
 
 def futures(case: Case, batch: WindowBatch, lens, device, dtype=torch.float32) -> torch.Tensor:
@@ -124,12 +106,12 @@ def futures(case: Case, batch: WindowBatch, lens, device, dtype=torch.float32) -
     return found
 
 
-def check(own: Made, *, rtol: float = 2e-4) -> torch.Tensor:
-    found = own.score(triton_ops.observed_expected_scores)
-    wanted = own.score(reference.observed_expected_scores, compute_dtype=torch.float64)
+def check(own: Scored, *, rtol: float = 2e-4, **more: torch.Tensor) -> torch.Tensor:
+    found = own.by(triton_ops, **more)
+    wanted = own.by(reference, compute_dtype=torch.float64, **more)
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=1e-8)
-    shape, heads = own.case.shape, own.batch.key_cache.shape[1]
-    starts, lens = own.more["starts"].tolist(), own.batch.prompt_lens.tolist()
+    shape, heads = own.shape, own.batch.key_cache.shape[1]
+    starts, lens = own.starts.tolist(), own.batch.prompt_lens.tolist()
     for row, (start, n) in enumerate(zip(starts, lens, strict=True)):
         inside = found[row, :, start + shape.sinks : n - shape.window]
         total = torch.full((heads,), 1.0 + shape.expected, device=found.device)
@@ -148,12 +130,12 @@ def test_scores(make_paged, ints, device, name):
     own = made(make_paged, ints, case, lens, starts, device)
     found = check(own)
     if case.expected:  # both parts matter
-        alone = replace(own, case=replace(case, expected=0.0), future=None)
-        first = alone.score(triton_ops.observed_expected_scores)
+        alone = replace(own, shape=replace(own.shape, expected=0.0), future=None)
+        first = alone.by(triton_ops)
         assert (found - first).nan_to_num(0.0).abs().max() > 1e-3
     if case.learned:
         other = replace(own, softmax=replace(own.softmax, sinks=None))
-        assert not torch.allclose(other.score(triton_ops.observed_expected_scores), found)
+        assert not torch.allclose(other.by(triton_ops), found)
 
 
 def test_long_requests_in_several_splits_and_tiles(make_paged, ints, device):
@@ -165,29 +147,18 @@ def test_long_requests_in_several_splits_and_tiles(make_paged, ints, device):
 def test_a_batch_changes_no_bit(make_paged, ints, device):
     case = Case(kv_heads=1, group=2)
     own = made(make_paged, ints, case, [90, 600], [2, 0], device)
-    both = own.score(triton_ops.observed_expected_scores)
-    inputs, starts = own.batch, own.more["starts"]
+    both = own.by(triton_ops)
     for row, n in enumerate([90, 600]):
-        one = slice(row, row + 1)
-        alone = replace(
-            inputs,
-            block_table=inputs.block_table[one],
-            query_ends=inputs.query_ends[one],
-            prompt_lens=inputs.prompt_lens[one],
-        )
-        part = replace(own, batch=alone, future=own.future[one], more={"starts": starts[one]})
-        found = part.score(triton_ops.observed_expected_scores)
-        assert torch.equal(found[0], both[row, :, :n])
-        wider = replace(part, batch=replace(alone, max_prompt_len=1500))
-        assert torch.equal(
-            wider.score(triton_ops.observed_expected_scores)[0, :, :n], both[row, :, :n]
-        )
+        part = own.row(row)
+        assert torch.equal(part.by(triton_ops)[0], both[row, :, :n])
+        wider = replace(part, batch=replace(part.batch, max_prompt_len=1500))
+        assert torch.equal(wider.by(triton_ops)[0, :, :n], both[row, :, :n])
 
 
 def test_a_request_of_which_everything_stays_has_zeros(make_paged, ints, device):
     own = made(make_paged, ints, Case(kv_heads=1, group=2), [28, 24, 60, 33], [0, 0, 0, 7], device)
-    found = own.score(triton_ops.observed_expected_scores)
-    wanted = own.score(reference.observed_expected_scores, compute_dtype=torch.float64)
+    found = own.by(triton_ops)
+    wanted = own.by(reference, compute_dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=1e-8)
     assert not found[0, :, :28].any() and not found[3, :, 7:33].any() and found[2, :, 4:36].all()
 
@@ -197,11 +168,11 @@ def test_a_request_of_which_everything_stays_has_zeros(make_paged, ints, device)
 def test_nan_reaches_the_scores_of_its_head_alone(make_paged, ints, device, which, place):
     """In V of the window, or of sinks that no pooling reaches, it reaches none."""
     own = made(make_paged, ints, Case(group=1, kernel_size=3), [70, 80], [0, 0], device)
-    whole = own.score(triton_ops.observed_expected_scores)
+    whole = own.by(triton_ops)
     cache = own.batch.key_cache if which == "keys" else own.values
     cache[own.batch.block_table[1, place // 16].long(), 1, place % 16] = math.nan
-    found = own.score(triton_ops.observed_expected_scores)
-    wanted = own.score(reference.observed_expected_scores, compute_dtype=torch.float64)
+    found = own.by(triton_ops)
+    wanted = own.by(reference, compute_dtype=torch.float64)
     wrong = found.isnan()
     assert torch.equal(wrong, wanted.isnan()) and torch.equal(found[~wrong], whole[~wrong])
     assert wrong[1, 1, 4:56].all() == (which == "keys" or place == 33)
@@ -209,8 +180,8 @@ def test_nan_reaches_the_scores_of_its_head_alone(make_paged, ints, device, whic
 
 def test_no_starts_are_zeros(make_paged, ints, device):
     own = made(make_paged, ints, Case(kv_heads=1), [70, 60], [0, 0], device)
-    found = own.score(triton_ops.observed_expected_scores)
-    without = replace(own, more={}).score(triton_ops.observed_expected_scores)
+    found = own.by(triton_ops)
+    without = replace(own, starts=None).by(triton_ops)
     assert torch.equal(found, without)
 
 
@@ -220,9 +191,8 @@ def test_caches_of_8_bit_floats(make_paged, ints, device, stored, dtype):
     own = made(make_paged, ints, Case(kv_heads=1, dtype=torch.float32), [70, 99], [0, 9], device)
     batch = own.batch
     keys, query = (batch.key_cache / 0.37).to(stored), batch.query.to(dtype)
-    own.batch = replace(batch, query=query, key_cache=keys, key_scale=0.37)
-    own.values = own.values.to(stored)
-    check(own)
+    batch = replace(batch, query=query, key_cache=keys, key_scale=0.37)
+    check(replace(own, batch=batch, values=own.values.to(stored)))
 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "e4m3"])
@@ -241,14 +211,11 @@ def test_rows_with_scales_of_their_own(make_paged, ints, device, stored):
         scales.copy_(rows.abs().amax(dim=-1) / (127.0 if stored == torch.int8 else 448.0))
         number = rows.nan_to_num(0.0) / scales.nan_to_num(1.0)[..., None]
         numbers.copy_((number.round() if stored == torch.int8 else number).to(stored))
-    own.batch = replace(own.batch, key_cache=parts.keys, key_scales=parts.scales["key_scales"])
-    own.values = parts.values
-    own.more["value_scales"] = parts.scales["value_scales"]
-    found = check(own)
-    other = replace(
-        own, more={**own.more, "value_scales": torch.ones_like(own.values[..., 0]).float()}
-    )
-    assert not torch.allclose(other.score(triton_ops.observed_expected_scores), found)
+    batch = replace(own.batch, key_cache=parts.keys, key_scales=parts.scales["key_scales"])
+    own, scales = replace(own, batch=batch, values=parts.values), parts.scales["value_scales"]
+    found = check(own, value_scales=scales)
+    other = own.by(triton_ops, value_scales=torch.ones_like(scales))
+    assert not torch.allclose(other, found)
 
 
 def test_the_embedding_may_be_of_the_models_dtype(make_paged, ints, device):

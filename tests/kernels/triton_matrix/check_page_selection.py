@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.arguments import head_sinks
+from tests.kernels.arguments import INTERPRETED, WHERE, head_sinks
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import functions as triton_ops
@@ -25,8 +24,7 @@ from vllm_pyramid.methods.pages.kernels.records import (
     PageLists,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 LENS, SKIPS = [1, 150, 64, 300], [0, 37, 0, 128]
 # Drafts of the second request and single tokens of the others.
@@ -48,9 +46,7 @@ def close(found: torch.Tensor, right: torch.Tensor, tolerance: float, least: flo
 
 def made(make_paged: Any, ints: Any, geometry: Any) -> tuple[Any, PageBatch]:
     kv_heads, group, head_size, dtype, joint = geometry
-    paged = make_paged(LENS, kv_heads, head_size, dtype, joint=joint)
-    for r, skip in enumerate(SKIPS):
-        paged.hide(r, skip // 16)
+    paged = make_paged(LENS, kv_heads, head_size, dtype, joint=joint, skips=SKIPS)
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(len(REQUESTS), kv_heads * group, head_size, generator=generator)
     query = query.to(dtype).to(paged.key_cache.device)

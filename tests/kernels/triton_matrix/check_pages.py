@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V elsewhere on Triton: rows and pages between memories, attention by two tables, choosers.
-
-Against the reference, in float64 where something is computed.
-"""
+"""V elsewhere on Triton: rows and pages between memories, attention by two tables, choosers."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.kernels.arguments import WHERE
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 LENS, QUERIES = [40, 90, 33, 17], [1, 37, 1, 17]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_rows_are_written_as_with_k(ints, device, dtype):
+def test_rows_are_written_as_with_k(device, dtype):
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(9, 3, 24, generator=generator)
     rows = rows.to(torch.float32 if dtype == torch.float32 else torch.bfloat16).to(device)
@@ -70,13 +66,11 @@ def copied_apart(paged):
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("head_size", "dtype"), [(64, torch.bfloat16), (40, torch.float32)])
-def test_attention_by_two_tables(make_paged, ints, device, head_size, dtype, splits):
+def test_attention_by_two_tables(make_paged, device, head_size, dtype, splits):
     paged = make_paged(LENS, 2, head_size, dtype)
     values, value_table = copied_apart(paged)
-    generator = torch.Generator().manual_seed(2)
-    query = torch.randn(sum(QUERIES), 6, head_size, generator=generator).to(dtype).to(device)
-    starts = ints([sum(QUERIES[:i]) for i in range(len(QUERIES) + 1)])
-    batch = paged.attention(query, starts, ints(LENS), ints([0, 16, 3, 0]))
+    batch = paged.batch(QUERIES, LENS, [0, 16, 3, 0], group=3)
+    query = batch.query
     apart = replace(batch, value_cache=values, value_table=value_table)
     right = torch.empty(query.shape, dtype=torch.float64, device=device)
     softmax = Softmax(head_size**-0.5)
@@ -95,10 +89,9 @@ def test_attention_by_two_tables(make_paged, ints, device, head_size, dtype, spl
 def test_a_part_of_a_batch_with_little_scratch(make_paged, ints, device, at_once):
     """Let requests 1 to 3 choose, the last among all its keys, for any size of the workspace."""
     paged = make_paged(LENS, 2, 32, torch.float32)
-    query = torch.randn(10, 4, 32, generator=torch.Generator().manual_seed(5)).to(device)
-    starts = ints([0, 3, 5, 6, 10])
     top_ns = ints([5, 7, 9, 40])
-    batch = paged.attention(query, starts, ints(LENS), ints([0] * 4))
+    batch = paged.batch([3, 2, 1, 4], LENS, group=2)
+    query, starts = batch.query, batch.query_start_loc
     whole = torch.full_like(query, float("nan"))
     triton_ops.topn_attention(whole, batch, Softmax(0.2), top_ns)
     part = replace(

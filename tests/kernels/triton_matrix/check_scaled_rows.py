@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.kernels.arguments import INTERPRETED, WHERE
 from tests.kernels.every_kernel import cpu, reference, triton_ops
 from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
 from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 SIZE, HEADS = 64, 2
 # Numbers of the query's dtype: that of the products.
@@ -30,7 +29,7 @@ def stored(request):
 class Rows:
     """Make a pool of such rows with their batch, and `plain`, the same batch dequantised."""
 
-    def __init__(self, make_paged, ints, stored, dtype, lens, queries, skips=None):
+    def __init__(self, make_paged, stored, dtype, lens, queries, skips=None):
         self.paged = make_paged(lens, HEADS, SIZE, torch.float32)
         self.stored = stored
         shape = (*self.paged.key_cache.shape[:3], 2 * (SIZE + 4))
@@ -48,16 +47,9 @@ class Rows:
             scales.copy_(cache.abs().amax(dim=-1) / most)
             number = cache.nan_to_num(0.0) / scales.nan_to_num(1.0)[..., None]
             numbers.copy_((number.round() if stored == torch.int8 else number).to(stored))
-        starts = torch.tensor([0, *queries]).cumsum(0).tolist()
-        query = torch.randn(starts[-1], 8, SIZE, generator=torch.Generator().manual_seed(3))
-        self.lens, self.query = ints(lens), query.to(dtype).to(self.memory.device)
-        self.starts, self.skips = ints(starts), ints(skips or [0] * len(lens))
-
-    @property
-    def batch(self):
-        self.paged.key_cache, self.paged.value_cache = self.parts.keys, self.parts.values
-        made = self.paged.attention(self.query, self.starts, self.lens, self.skips)
-        return replace(made, **self.parts.scales)
+        made = self.paged.batch(queries, lens, skips, seed=3, dtype=dtype)
+        self.lens, self.query = made.seq_lens, made.query
+        self.batch = replace(made, key_cache=parts.keys, value_cache=parts.values, **parts.scales)
 
     @property
     def plain(self):
@@ -71,15 +63,15 @@ class Rows:
         )
 
 
-def windows(batch: AttentionBatch, ints) -> WindowBatch:
+def windows(batch: AttentionBatch) -> WindowBatch:
     inputs = batch.query, batch.key_cache, batch.block_table, batch.query_start_loc[1:]
     return WindowBatch(*inputs, batch.seq_lens, 8, key_scales=batch.key_scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("known", [False, True])
-def test_window_scores(make_paged, ints, stored, dtype, known):
-    rows = Rows(make_paged, ints, stored, dtype, [150, 57], [20, 9])
+def test_window_scores(make_paged, stored, dtype, known):
+    rows = Rows(make_paged, stored, dtype, [150, 57], [20, 9])
     softmax, reduction = Softmax(0.125, soft_cap=3.0), Reduction("mean", "avg", 5)
     lse = None
     if known:
@@ -87,7 +79,7 @@ def test_window_scores(make_paged, ints, stored, dtype, known):
         out = torch.zeros(rows.query.shape, dtype=torch.float64, device=lse.device)
         plain = rows.plain
         reference.paged_attention(out, plain, softmax, log_sum_exp=lse, compute_dtype=torch.float64)
-    plain, own = windows(rows.plain, ints), windows(rows.batch, ints)
+    plain, own = windows(rows.plain), windows(rows.batch)
     right = reference.window_scores(plain, softmax, reduction, compute_dtype=torch.float64)
     by_reference = reference.window_scores(own, softmax, reduction, compute_dtype=torch.float64)
     torch.testing.assert_close(by_reference, right, rtol=1e-6, atol=1e-9)
@@ -97,9 +89,9 @@ def test_window_scores(make_paged, ints, stored, dtype, known):
 
 
 @pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_key_mass(make_paged, ints, stored, kind):
+def test_key_mass(make_paged, stored, kind):
     lens, queries, skips = [150, 57, 70], [1, 9, 3], [37, 0, 16]
-    rows = Rows(make_paged, ints, stored, torch.float32, lens, queries, skips)
+    rows = Rows(make_paged, stored, torch.float32, lens, queries, skips)
     shape, device = rows.memory.shape[:3], rows.memory.device
     right, by_reference, found = (torch.zeros(shape, device=device) for _ in range(3))
     softmax, options = Softmax(0.125), {"compute_dtype": torch.float64}
@@ -112,7 +104,7 @@ def test_key_mass(make_paged, ints, stored, kind):
 
 
 def test_recent_mass(make_paged, ints, stored):
-    rows = Rows(make_paged, ints, stored, torch.float32, [150, 57], [20, 9], [0, 16])
+    rows = Rows(make_paged, stored, torch.float32, [150, 57], [20, 9], [0, 16])
     softmax = Softmax(0.125)
 
     def recent(batch):
@@ -133,7 +125,7 @@ def test_recent_mass(make_paged, ints, stored):
 
 def test_scales_move_with_their_rows(make_paged, ints, stored):
     """Compare whole rows bit for bit: numbers and scales, K and V."""
-    rows = Rows(make_paged, ints, stored, torch.float32, [150, 57], [20, 9])
+    rows = Rows(make_paged, stored, torch.float32, [150, 57], [20, 9])
     scores = torch.rand(2, HEADS, 142, generator=torch.Generator().manual_seed(1))
     scores[1, :, 49:] = -torch.inf
     scores, keeps = scores.to(rows.memory.device), ints([40, 24])
@@ -153,7 +145,7 @@ def test_scales_move_with_their_rows(make_paged, ints, stored):
 
 def test_other_kernels_refuse_them(make_paged, ints, stored):
     """Check that the other kernels refuse numbers that they would not scale."""
-    rows = Rows(make_paged, ints, stored, torch.float32, [40, 30], [9, 9])
+    rows = Rows(make_paged, stored, torch.float32, [40, 30], [9, 9])
     batch, softmax, out = rows.batch, Softmax(0.125), torch.zeros_like(rows.query)
     top, mass = ints([8, 8]), torch.zeros(rows.memory.shape[:3], device=rows.memory.device)
     calls = [
@@ -166,7 +158,7 @@ def test_other_kernels_refuse_them(make_paged, ints, stored):
                 call(ops)
     calls += [
         lambda ops: ops.add_key_mass(mass, batch, softmax),
-        lambda ops: ops.window_scores(windows(batch, ints), softmax, Reduction()),
+        lambda ops: ops.window_scores(windows(batch), softmax, Reduction()),
     ]
     for call in calls if INTERPRETED else ():
         with pytest.raises(ValueError, match="one scale a layer"):

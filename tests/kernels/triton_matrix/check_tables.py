@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, lengths and skips of a step, against the reference and by their definition.
-
-Shape legend: L layers, R rows, G tables of a layer.
-"""
+"""Tables, lengths and skips of a step, against the reference and by their definition."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
 from tests.kernels import table_twins
+from tests.kernels.arguments import WHERE
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import tables as triton_tables
 
-pytestmark = pytest.mark.cpu if os.environ.get("TRITON_INTERPRET") == "1" else pytest.mark.gpu
+pytestmark = WHERE
 
 SLOTS, UNTOUCHED = 12, -9
 # Blocks of each layer's entries: two layers that evict, and one that does not.

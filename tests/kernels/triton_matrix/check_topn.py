@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.arguments import take_softmax
+from tests.kernels.arguments import WHERE, take_softmax
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.host_values.kernels import Choosers
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
+pytestmark = WHERE
 
 # (KV heads, group, head size, dtype)
 GEOMETRIES = [
@@ -30,44 +28,37 @@ SKIPS = [0, 37, 48, 50, 0, 0, 0]
 TOP_NS = [1, 16, 5, 7, 0, 33, 4]
 
 
-def run_both(paged, ints, geometry, *, top_ns=TOP_NS, given=False, **options):
-    num_kv_heads, group, head_size, dtype = geometry
-    device = paged.key_cache.device
-    generator = torch.Generator().manual_seed(2)
+def run_both(paged, ints, *, group=4, top_ns=TOP_NS, given=False, **options):
+    batch = paged.batch(QUERIES, LENS, SKIPS, group=group, seed=2)
+    query, device = batch.query, batch.query.device
     if options.get("sinks"):
-        options["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device)
-    query = torch.randn(sum(QUERIES), num_kv_heads * group, head_size, generator=generator)
-    query = query.to(dtype).to(device)
-    starts = [sum(QUERIES[:i]) for i in range(len(QUERIES) + 1)]
-    batch = paged.attention(query, ints(starts), ints(LENS), ints(SKIPS))
-    softmax = take_softmax(options, head_size**-0.5)
+        sinks = torch.randn(query.shape[1], generator=torch.Generator().manual_seed(3))
+        options["sinks"] = sinks.to(device)
+    softmax = take_softmax(options, query.shape[2] ** -0.5)
     right = torch.empty(query.shape, dtype=torch.float64, device=device)
     rows = torch.full((len(LENS),), 5, device=device)
     reference.topn_attention(
         right, batch, softmax, ints(top_ns), **options, compute_dtype=torch.float64, value_rows=rows
     )
-    out = torch.full_like(query, float("nan"))
-    found = torch.full_like(rows, 5)
+    out, found = torch.full_like(query, float("nan")), torch.full_like(rows, 5)
     if given:  # what the host knows
         pairs = [(1, 0), (2, 0), (2, 1), (2, 2), *((5, i) for i in range(5))]
         options |= {"choosers": Choosers(ints(pairs), 40)}
         batch = replace(batch, max_query_len=16, max_seq_len=128)
     triton_ops.topn_attention(out, batch, softmax, ints(top_ns), **options, value_rows=found)
     assert found.tolist() == rows.tolist()
-    error = 2e-5 if dtype == torch.float32 else 2e-2
+    error = 2e-5 if query.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), right, rtol=error, atol=error)
     return out
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_matches_reference(make_paged, ints, geometry):
-    num_kv_heads, _, head_size, dtype = geometry
-    paged = make_paged(LENS, num_kv_heads, head_size, dtype)
-    for r, skip in enumerate(SKIPS):
-        paged.hide(r, skip // 16)
-    out = run_both(paged, ints, geometry)
+    num_kv_heads, group, head_size, dtype = geometry
+    paged = make_paged(LENS, num_kv_heads, head_size, dtype, skips=SKIPS)
+    out = run_both(paged, ints, group=group)
     if geometry == GEOMETRIES[0]:
-        assert torch.equal(run_both(paged, ints, geometry, given=True), out)
+        assert torch.equal(run_both(paged, ints, group=group, given=True), out)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -78,15 +69,13 @@ def test_matches_reference(make_paged, ints, geometry):
     ids=str,
 )  # fmt: skip
 def test_options(make_paged, ints, options, renormalize):
-    geometry = (1, 2, 64, torch.float32)
     paged = make_paged(LENS, 1, 64, torch.float32, joint=True)
-    run_both(paged, ints, geometry, renormalize=renormalize, **options)
+    run_both(paged, ints, group=2, renormalize=renormalize, **options)
 
 
 def test_all_keys_are_paged_attention(make_paged, ints):
-    geometry = (2, 4, 64, torch.bfloat16)
     paged = make_paged(LENS, 2, 64, torch.bfloat16)
-    run_both(paged, ints, geometry, top_ns=[0, 73, 999, 0, 0, 50, 30])
+    run_both(paged, ints, top_ns=[0, 73, 999, 0, 0, 50, 30])
 
 
 def test_ties_go_to_the_lower_position(make_paged, ints, device):
@@ -95,19 +84,17 @@ def test_ties_go_to_the_lower_position(make_paged, ints, device):
     ids, rows = paged.block_table[0, places // 16].long(), places % 16
     paged.key_cache[ids, :, rows] = 0.0
     paged.value_cache[ids, :, rows] = places.float()[:, None, None].expand(-1, 1, 32)
-    query = torch.randn(1, 2, 32, device=device)
-    out = torch.empty_like(query)
-    batch = paged.attention(query, ints([0, 1]), ints([40]), ints([0]))
+    batch = paged.batch([1], [40], group=2)
+    out = torch.empty_like(batch.query)
     triton_ops.topn_attention(out, batch, Softmax(0.2), ints([5]), renormalize=True)
     torch.testing.assert_close(out, torch.full_like(out, 2.0))
 
 
-def test_only_the_chosen_rows_of_v_are_read(make_paged, ints, device):
+def test_only_the_chosen_rows_of_v_are_read(make_paged, ints):
     """Poison everything else in V, which exact attention must not read either."""
     paged = make_paged([90], 2, 32, torch.float32)
-    query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(4)).to(device)
-    batch = paged.attention(query, ints([0, 1]), ints([90]), ints([0]))
-    batch = replace(batch, value_cache=paged.value_cache.clone())
+    batch = replace(paged.batch([1], [90], group=2), value_cache=paged.value_cache.clone())
+    query = batch.query
     right, out = torch.empty_like(query), torch.empty_like(query)
     triton_ops.topn_attention(right, batch, Softmax(0.2), ints([4]))
     k = reference.gather_tokens(paged.key_cache, paged.block_table[0], 0, 90)
@@ -120,27 +107,13 @@ def test_only_the_chosen_rows_of_v_are_read(make_paged, ints, device):
     assert torch.equal(out, right)
 
 
-def test_blocks_beyond_32_bit_offsets(make_huge, ints, device):
+def test_blocks_beyond_32_bit_offsets(far_pools, ints, device):
     """Use offsets above 2**31 elements, in K and V, where a 32-bit product would wrap."""
-    stride, head_size = 2**30, 64
-    flat = make_huge(2 * stride + 4096, torch.bfloat16)
-    cache = flat.as_strided((3, 1, 16, 2 * head_size), (stride, 1, 2 * head_size, 1))
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(3, 1, 16, 2 * head_size, generator=generator).bfloat16().to(device)
-    query = torch.randn(3, 2, head_size, generator=generator).bfloat16().to(device)
+    query = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    numbers = ints([[2, 0, 1], [2, 1, 0]]), ints([0, 1, 3]), ints([40, 40]), ints([3, 0])
     outs = []
-    for pool in (cache, data):
-        pool.copy_(data)
-        out = torch.full_like(query, float("nan"))
-        batch = AttentionBatch(
-            query,
-            pool[..., :head_size],
-            pool[..., head_size:],
-            ints([[2, 0, 1], [2, 1, 0]]),
-            ints([0, 1, 3]),
-            ints([40, 40]),
-            ints([3, 0]),
-        )
-        triton_ops.topn_attention(out, batch, Softmax(0.125), ints([7, 0]))
-        outs.append(out)
+    for pool in far_pools(3, 128):
+        outs.append(torch.full_like(query, float("nan")))
+        batch = AttentionBatch(query, *pool.split(64, dim=3), *numbers)
+        triton_ops.topn_attention(outs[-1], batch, Softmax(0.125), ints([7, 0]))
     assert torch.equal(outs[0], outs[1]) and outs[0].isfinite().all()

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Triton attention with a scale for each token and KV head, on survivors that were moved.
-
-vLLM's kernels write the rows and attend to them, ours move them. The output must equal that of a
-short sequence of the survivors alone, which never moved and whose table begins at its front.
-"""
+"""vLLM's Triton attention with a scale for each token and KV head, on survivors that were moved."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
@@ -45,9 +46,29 @@ class Paged:
         caches = (self.key_cache, self.value_cache)
         return AttentionBatch(query, *caches, self.block_table, starts, lens, skips, **maxima)
 
-    def hide(self, request: int, blocks: int) -> None:
-        """Make the first table entries of a request stale."""
-        self.block_table[request, :blocks] = self.garbage_block
+    def batch(
+        self,
+        counts: list[int],
+        lens: list[int],
+        skips: list[int] | None = None,
+        *,
+        group: int = 4,
+        seed: int = 1,
+        dtype: torch.dtype | None = None,
+        padding: int = 0,
+        **maxima: int | None,
+    ) -> AttentionBatch:
+        """Return random queries, as many of each request as `counts` says, then `padding`."""
+        _, heads, _, size = self.key_cache.shape
+        generator = torch.Generator().manual_seed(seed)
+        query = torch.randn(sum(counts) + padding, heads * group, size, generator=generator)
+        query = query.to(dtype or self.key_cache.dtype).to(DEVICE)
+        numbers = ([0, *accumulate(counts)], lens, skips or [0] * len(lens))
+        return self.attention(query, *map(as_ints, numbers), **maxima)
+
+
+def as_ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def build_paged(
@@ -58,10 +79,12 @@ def build_paged(
     block_size: int = 16,
     joint: bool = False,
     seed: int = 0,
+    skips: Sequence[int] = (),
 ) -> Paged:
     """Put random K and V of the given lengths on physical blocks in random order.
 
     `joint` keeps K and V in one row of one allocation, else each is `[P, N, G, D]` on its own.
+    Table entries of whole blocks below `skips` are stale.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in lens]
@@ -85,6 +108,8 @@ def build_paged(
             for cache in (key_cache, value_cache):
                 data = torch.randn(num_kv_heads, rows, head_size, generator=generator)
                 cache[table[r, p // block_size], :, :rows] = data.to(dtype).to(DEVICE)
+    for r, skip in enumerate(skips):
+        table[r, : skip // block_size] = garbage
     return Paged(key_cache, value_cache, table.to(DEVICE), garbage)
 
 
@@ -113,6 +138,23 @@ def make_huge() -> Callable[[int, torch.dtype], torch.Tensor]:
 
 
 @pytest.fixture
+def far_pools() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`far_pools(blocks, width)`: two pools `[blocks, 1, 16, width]` of the same bfloat16.
+
+    Blocks of the first are `stride` elements apart.
+    """
+
+    def make(blocks: int, width: int, stride: int = 2**30) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (blocks, 1, 16, width)
+        flat = allocate_huge((blocks - 1) * stride + 4096, torch.bfloat16)
+        far = flat.as_strided(shape, (stride, 1, width, 1))
+        near = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+        return far.copy_(near), near
+
+    return make
+
+
+@pytest.fixture
 def ints() -> Callable[[list[int]], torch.Tensor]:
     """Return a function that makes int32 tensors on the device under test."""
-    return lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    return as_ints
