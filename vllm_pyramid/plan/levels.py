@@ -50,12 +50,14 @@ class LevelPlan(RetentionPlan):
         numbers: of each level among those that the schedule has; some have no effect here.
         answers: generated tokens after which tokens get levels again; 0: they never do.
         longer: returns the plan of a prompt of that many tokens, whose levels are those of there.
+        headroom: the point by which admission counts the request; it may keep the whole prompt.
     """
 
     levels: tuple[EvictionPoint, ...] = ()
     numbers: tuple[int, ...] = ()
     answers: int = 0
     longer: Callable[[int], RetentionPlan] | None = None
+    headroom: EvictionPoint | None = None
     waits_for_orders: ClassVar[Literal[True]] = True
 
     @classmethod
@@ -78,6 +80,7 @@ class LevelPlan(RetentionPlan):
             none = cls((whole,), answers=answers, longer=longer)
             return none if answers else RetentionPlan((floor,))
         found, numbers = [floor], [len(above)]
+        headroom = above[-1] if above and (above[-1].skip <= floor.skip).all() else floor
         for number, level in reversed(list(enumerate(above))):
             fewer = level.skip < found[0].skip
             if level.skip.any() and fewer.any() and (level.skip <= found[0].skip).all():
@@ -88,6 +91,7 @@ class LevelPlan(RetentionPlan):
             numbers=tuple(numbers),
             answers=answers,
             longer=longer,
+            headroom=headroom,
         )
 
     @cached_property
@@ -158,10 +162,8 @@ def _floor(plan: LevelPlan) -> EvictionPoint:
 
 
 def _counted(plan: LevelPlan) -> EvictionPoint:
-    """Return the level next to the floor, or the floor where that one has no effect."""
-    if len(plan.numbers) > 1 and plan.numbers[-2] + 1 == plan.numbers[-1]:
-        return plan.levels[-2]
-    return _floor(plan)
+    """Return the level next to the floor, also where it keeps all; without levels, the end."""
+    return plan.end if plan.headroom is None else plan.headroom
 
 
 def _beyond(level: EvictionPoint, skip: IntArray) -> EvictionPoint:
