@@ -33,6 +33,7 @@ pytestmark = pytest.mark.cpu
 
 CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
+    "{% for one in documents or [] %}{{ one.title }}: {{ one.text }}\n{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}"
     "{% for call in m.tool_calls or [] %}[CALL {{ call.function.name }} "
     "{{ call.function.arguments | tojson }}]{% endfor %}\n{% endfor %}<|assistant|>"
@@ -206,12 +207,14 @@ class Stub:
         return found
 
 
-def served(stub: Stub, messages: list[Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def served(
+    stub: Stub, messages: list[Any], monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> dict[str, Any]:
     """The prompt that the wrapped renderer returns for a chat with tools."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(chat_renderer, "wrap", lambda _, name, new: made.setdefault(name, new))
     chat_renderer.install(TemplateSpans())
-    own = {"tools": [{"name": "f"}]}
+    own = {"tools": [{"name": "f"}], **more}
     params = SimpleNamespace(
         chat_template_kwargs=own, get_apply_chat_template_kwargs=lambda: dict(own)
     )
@@ -266,3 +269,16 @@ def test_marking_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> 
     found = served(Stub(None), CHAT, monkeypatch)
     assert len(found["vllm_pyramid_contents"]) == 4
     assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+def test_keys_of_arguments_and_documents_are_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SimpleNamespace(keep_template=None, keep_tools=True)
+    monkeypatch.setattr(ServedSettings, "of", lambda config: settings)
+    call = {"id": "c1", "function": {"name": "look_up", "arguments": {"of": {"id": "Elbe"}}}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    own = {"documents": [{"title": "Rivers", "text": "The Elbe is long."}]}
+    prompt = served(Stub(None), chat, monkeypatch, **own)
+    text = prompt["prompt"]
+    assert [text[part.start : part.end] for part in prompt["vllm_pyramid_contents"]] == [
+        *("Rivers", "The Elbe is long.", "Elbe")
+    ]

@@ -28,6 +28,8 @@ class MarkedChat(Protocol):
 
     @property
     def conversation(self) -> list[Any]: ...
+    @property
+    def documents(self) -> Any: ...
 
     def contents(self, marked: str, text: str) -> list[Any]:
         """Return where messages are in `text`, from the rendering of `conversation`."""
@@ -42,7 +44,7 @@ class ChatSpans(Protocol):
     def give_up(self, config: Any, error: Exception) -> None:
         """Go on without spans; raise the error if the engine must have them."""
 
-    def mark(self, conversation: Sequence[Any]) -> MarkedChat:
+    def mark(self, conversation: Sequence[Any], documents: Any) -> MarkedChat:
         """Return the chat with its texts marked."""
 
     def spans(
@@ -126,7 +128,8 @@ def install(spans: ChatSpans) -> None:
             own = params.get_apply_chat_template_kwargs()
             model, tokenizer = self.model_config, self.get_tokenizer()
             with giving_up(self.config):
-                marked = spans.mark(conversation)
+                marked = spans.mark(conversation, own.get("documents"))
+                own["documents"] = marked.documents
                 again = hf.safe_apply_chat_template(model, tokenizer, marked.conversation, **own)
                 prompt[_CONTENTS] = marked.contents(str(again), text)
         return conversation, prompt
@@ -138,7 +141,9 @@ def install(spans: ChatSpans) -> None:
             own = params.get_apply_chat_template_kwargs()
             model, tokenizer = self.model_config, self.get_tokenizer()
             with giving_up(self.config):  # long chats take time, which other requests need
-                marked = await make_async(spans.mark, self._executor)(conversation)
+                mark = make_async(spans.mark, self._executor)
+                marked = await mark(conversation, own.get("documents"))
+                own["documents"] = marked.documents
                 rendering = self._apply_chat_template_async
                 made = rendering(model, tokenizer, marked.conversation, **own)
                 again = str(await self._render_with_timeout(made))

@@ -28,7 +28,7 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 
 _logger = init_logger(f"vllm.{__name__}")
 _SYSTEM = ("system", "developer")
-# What templates compare or print as it is; not what a message says.
+# What templates compare or print as it is; not what a message says. Arguments may have such keys.
 _NOT_CONTENT = ("role", "type", "id", "tool_call_id", "name")
 _MAX_TEXTS = 4 * MAX_SPANS  # templates may leave some out, or join them
 
@@ -50,16 +50,17 @@ class MarkedChat:
 
     Args:
         conversation: the messages as the template gets them; they are not changed.
+        documents: what the template gets to answer from, if anything: it counts as messages.
 
     Attributes:
-        conversation: the marked messages.
+        conversation: the marked messages. documents: the marked documents.
 
     Raises:
         VLLMValidationError: messages have more than `_MAX_TEXTS` texts.
         RecursionError: values of a message are nested too deeply.
     """
 
-    def __init__(self, conversation: Sequence[Any]) -> None:
+    def __init__(self, conversation: Sequence[Any], documents: Any = None) -> None:
         # Letters and digits pass through JSON; no message can contain a number drawn later.
         self._name = f"kvx{secrets.token_hex(8)}"
         self._texts = 0
@@ -67,8 +68,10 @@ class MarkedChat:
             message if message.get("role") in _SYSTEM else self._marked(message, index)
             for index, message in enumerate(conversation)
         ]
+        self.documents = self._marked(documents, len(conversation), ())
 
-    def _marked(self, value: Any, index: int) -> Any:
+    def _marked(self, value: Any, index: int, plain: Sequence[str] = _NOT_CONTENT) -> Any:
+        """Return a value with its texts marked; keys in `plain` stay, but not in arguments."""
         if isinstance(value, str):
             text = value.strip()  # templates strip contents: the spaces stay outside
             if not text:
@@ -85,11 +88,13 @@ class MarkedChat:
             return value[:start] + next(marks) + text + next(marks) + value[start + len(text) :]
         if isinstance(value, Mapping):
             return {
-                key: part if key in _NOT_CONTENT else self._marked(part, index)
+                key: part
+                if key in plain
+                else self._marked(part, index, () if key == "arguments" else plain)
                 for key, part in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self._marked(part, index) for part in value]
+            return [self._marked(part, index, plain) for part in value]
         return value
 
     def contents(self, marked: str, text: str) -> list[Content]:
@@ -189,9 +194,9 @@ class TemplateSpans:
         else:
             raise error
 
-    def mark(self, conversation: Sequence[Any]) -> MarkedChat:
+    def mark(self, conversation: Sequence[Any], documents: Any) -> MarkedChat:
         """Return the chat with its texts marked."""
-        return MarkedChat(conversation)
+        return MarkedChat(conversation, documents)
 
     def spans(
         self, config: Any, contents: Sequence[Content], offsets: Sequence[tuple[int, int]]
