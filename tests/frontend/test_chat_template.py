@@ -230,7 +230,7 @@ def served(
 CASES = [
     (nested(600), None, "nested"),
     (nested(1), TimeoutError("after 30s"), "after 30s"),
-    ([{"role": "user", "content": "x" * 10_001}], None, "10001 characters"),
+    ([{"role": "user", "content": "x" * 10_001}], None, "10045 characters"),
 ]
 
 
