@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -13,13 +18,22 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 
-from vllm_pyramid.frontend.chat_template import Content, MarkedChat, template_spans
+from vllm_pyramid.compat import chat_renderer
+from vllm_pyramid.frontend import chat_template
+from vllm_pyramid.frontend.chat_template import (
+    Content,
+    MarkedChat,
+    TemplateSpans,
+    template_spans,
+)
 from vllm_pyramid.policy.limits import MAX_SPANS
+from vllm_pyramid.policy.served_settings import ServedSettings
 
 pytestmark = pytest.mark.cpu
 
 CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
+    "{% for one in documents or [] %}{{ one.title }}: {{ one.text }}\n{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}"
     "{% for call in m.tool_calls or [] %}[CALL {{ call.function.name }} "
     "{{ call.function.arguments | tojson }}]{% endfor %}\n{% endfor %}<|assistant|>"
@@ -141,3 +155,130 @@ def test_with_a_real_tokenizer(random_model: Path) -> None:
         assert said in words
     template = tokenizer.decode([encoded["input_ids"][token] for token in sorted(kept)])
     assert "Be brief." in template and template.count("<|user|>") == 2 and "river" not in template
+
+
+def test_marking_ends_at_a_number_of_texts() -> None:
+    """What is behind the limit is not looked at."""
+
+    class Texts(list[Any]):
+        seen = 0
+
+        def __iter__(self) -> Any:
+            for text in super().__iter__():
+                self.seen += 1
+                yield text
+
+    texts = Texts(["x"] * 100_000)
+    message = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"of": texts}}}]}
+    with pytest.raises(VLLMValidationError, match="more than 4096 texts"):
+        MarkedChat([message])
+    assert texts.seen == 4097
+
+
+def nested(depth: int) -> list[Any]:
+    value: Any = "x"
+    for _ in range(depth):
+        value = {"in": value}
+    call = {"function": {"name": "f", "arguments": value}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+class Stub:
+    """A renderer of vLLM, as far as the wrapped functions use it."""
+
+    def __init__(self, config: Any, fails: Exception | None = None) -> None:
+        self.config, self.fails, self.model_config = config, fails, None
+        self._executor = ThreadPoolExecutor(1)
+        self.default_chat_tok_params = SimpleNamespace(max_input_tokens=1000)
+
+    def _can_produce_offsets(self) -> bool:
+        return True
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(max_chars_per_token=10)
+
+    async def _apply_chat_template_async(self, _: Any, __: Any, chat: Any, **own: Any) -> str:
+        return render(CHATML, chat, **own)
+
+    async def _render_with_timeout(self, made: Any) -> Any:
+        found = await made
+        if self.fails is not None:
+            raise self.fails
+        return found
+
+
+def served(
+    stub: Stub, messages: list[Any], monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> dict[str, Any]:
+    """The prompt that the wrapped renderer returns for a chat with tools."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(chat_renderer, "wrap", lambda _, name, new: made.setdefault(name, new))
+    chat_renderer.install(TemplateSpans())
+    own = {"tools": [{"name": "f"}], **more}
+    params = SimpleNamespace(
+        chat_template_kwargs=own, get_apply_chat_template_kwargs=lambda: dict(own)
+    )
+
+    async def first(*_: Any) -> Any:
+        return messages, {"prompt": render(CHATML, messages, **own)}
+
+    found = asyncio.run(made["render_messages_async"](first, stub, messages, params))
+    prompt: dict[str, Any] = found[1]
+    return prompt
+
+
+CASES = [
+    (nested(600), None, "nested"),
+    (nested(1), TimeoutError("after 30s"), "after 30s"),
+    ([{"role": "user", "content": "x" * 10_001}], None, "10045 characters"),
+]
+
+
+@pytest.mark.parametrize(("messages", "fails", "why"), CASES)
+def test_what_cannot_be_marked_is_served(
+    messages: list[Any], fails: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without spans by default; `--kv-keep` refuses it."""
+    settings = SimpleNamespace(keep_template=None, keep_tools=True)
+    monkeypatch.setattr(ServedSettings, "of", lambda config: settings)
+    logged: list[str] = []
+    monkeypatch.setattr(chat_template._logger, "warning_once", lambda _, why: logged.append(why))
+    assert set(served(Stub(None, fails), messages, monkeypatch)) == {"prompt"}
+    assert len(logged) == 1 and not re.search(r"\d", logged[0])
+    settings.keep_template = 0
+    error = type(fails) if fails else VLLMValidationError
+    with pytest.raises(error, match=why):
+        served(Stub(None, fails), messages, monkeypatch)
+
+
+def test_marking_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SimpleNamespace(keep_template=None, keep_tools=True)
+    monkeypatch.setattr(ServedSettings, "of", lambda config: settings)
+    threads: list[int] = []
+
+    class Seen(MarkedChat):
+        def __init__(self, *args: Any) -> None:
+            threads.append(threading.get_ident())
+            super().__init__(*args)
+
+        def contents(self, marked: str, text: str) -> list[Content]:
+            threads.append(threading.get_ident())
+            return super().contents(marked, text)
+
+    monkeypatch.setattr(chat_template, "MarkedChat", Seen)
+    found = served(Stub(None), CHAT, monkeypatch)
+    assert len(found["vllm_pyramid_contents"]) == 4
+    assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+def test_keys_of_arguments_and_documents_are_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SimpleNamespace(keep_template=None, keep_tools=True)
+    monkeypatch.setattr(ServedSettings, "of", lambda config: settings)
+    call = {"id": "c1", "function": {"name": "look_up", "arguments": {"of": {"id": "Elbe"}}}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    own = {"documents": [{"title": "Rivers", "text": "The Elbe is long."}]}
+    prompt = served(Stub(None), chat, monkeypatch, **own)
+    text = prompt["prompt"]
+    assert [text[part.start : part.end] for part in prompt["vllm_pyramid_contents"]] == [
+        *("Rivers", "The Elbe is long.", "Elbe")
+    ]

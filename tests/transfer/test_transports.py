@@ -18,6 +18,7 @@ from vllm.distributed import nixl_utils
 
 from tests.plumbing.server import free_ports
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
+from vllm_pyramid.transfer import tcp
 from vllm_pyramid.transfer.settings import TransferSettings
 from vllm_pyramid.transfer.tcp import TcpTransport
 from vllm_pyramid.transfer.transport import Transport, make_transport
@@ -199,6 +200,28 @@ def test_a_folder_keeps_to_its_own_files(tmp_path: Path) -> None:
     transport.close()
 
 
+def test_a_file_that_cannot_be_removed_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    unlink = os.unlink
+
+    def first_fails(path: str) -> None:
+        tried.append(path)
+        if path == tried[0]:
+            raise PermissionError("not yours")
+        unlink(path)
+
+    for name in (HEAD, PART):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    monkeypatch.setattr(os, "unlink", first_fails)
+    transport = make(folder=str(tmp_path), ttl_s=0.2)
+    until(lambda: len(list(tmp_path.iterdir())) == 1)
+    assert [str(path) for path in tmp_path.iterdir()] == tried[:1]
+    transport.close()
+
+
 # TCP --------------------------------------------------------------------------------------------
 
 
@@ -236,6 +259,27 @@ def test_strangers_get_nothing(server: tuple[Transport, int], line: bytes) -> No
     _, port = server
     assert ask(port, line) == b""
     assert ask(port, f"GET {HEAD}\n".encode())[8:] == CONTENT
+
+
+def test_a_slow_reader_gets_the_whole_part(
+    server: tuple[Transport, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of idle time counts for each slice, not for the whole part."""
+    monkeypatch.setattr(tcp._Handler, "timeout", 0.5)
+    monkeypatch.setattr(tcp, "_SLICE", 1 << 16)
+    sender, port = server
+    size, taken, started = 1 << 24, 0, time.monotonic()
+    sender.put(PART, [memoryview(bytes(size))])
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
+        connection.settimeout(5)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(f"GET {PART}\n".encode())
+        while data := connection.recv(1 << 17):
+            taken += len(data)
+            time.sleep(0.01)
+    assert taken == 8 + size
+    assert time.monotonic() - started > 1, "it was faster than the limit"
 
 
 def test_an_engine_asks_its_peers_alone(server: tuple[Transport, int]) -> None:

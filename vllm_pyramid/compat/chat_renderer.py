@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 from vllm.renderers.hf import HfRenderer
 from vllm.tokenizers.registry import tokenizer_args_from_config
+from vllm.utils.async_utils import make_async
 
 from vllm_pyramid.compat.wrap import wrap
 
@@ -27,6 +28,8 @@ class MarkedChat(Protocol):
 
     @property
     def conversation(self) -> list[Any]: ...
+    @property
+    def documents(self) -> Any: ...
 
     def contents(self, marked: str, text: str) -> list[Any]:
         """Return where messages are in `text`, from the rendering of `conversation`."""
@@ -38,10 +41,10 @@ class ChatSpans(Protocol):
     def wanted(self, config: Any, tools: bool) -> bool:
         """Return whether an engine keeps the templates of chats with, or without, tools."""
 
-    def give_up(self, config: Any, error: VLLMValidationError) -> None:
+    def give_up(self, config: Any, error: Exception) -> None:
         """Go on without spans; raise the error if the engine must have them."""
 
-    def mark(self, conversation: Sequence[Any]) -> MarkedChat:
+    def mark(self, conversation: Sequence[Any], documents: Any) -> MarkedChat:
         """Return the chat with its texts marked."""
 
     def spans(
@@ -94,6 +97,13 @@ def install(spans: ChatSpans) -> None:
                 parameter="messages",
             )
         text: str = prompt["prompt"]
+        tokens, tokenizer = self.default_chat_tok_params.max_input_tokens, self.get_tokenizer()
+        if tokens is not None and len(text) > (most := tokens * tokenizer.max_chars_per_token):
+            raise VLLMValidationError(
+                f"--kv-keep: the chat has {len(text)} characters, and {tokens} tokens have at most "
+                f"{most}: send a shorter chat",
+                parameter="messages",
+            )
         return text
 
     @contextmanager
@@ -101,23 +111,25 @@ def install(spans: ChatSpans) -> None:
         """Go on without spans where something refuses them, unless the engine must have them."""
         try:
             yield
-        except VLLMValidationError as error:
+        except (VLLMValidationError, RecursionError, TimeoutError) as error:
             spans.give_up(config, error)
 
-    def begin(self: Any, messages: Any, prompt: Any, params: Any) -> tuple[str, MarkedChat] | None:
-        """Return a chat's text and the marked chat; None if its spans are not kept."""
+    def begin(self: Any, prompt: Any, params: Any) -> str | None:
+        """Return a chat's text; None if its spans are not kept."""
         if spans.wanted(self.config, tools=bool(params.chat_template_kwargs.get("tools"))):
             with giving_up(self.config):
-                return text_of(self, prompt), spans.mark(messages)
+                return text_of(self, prompt)
         return None
 
     def render_messages(render: Any, self: Any, messages: Any, params: Any) -> Any:
         rendered: Any = render(self, messages, params)
         conversation, prompt = rendered
-        if (chat := begin(self, conversation, prompt, params)) is not None:
-            (text, marked), own = chat, params.get_apply_chat_template_kwargs()
+        if (text := begin(self, prompt, params)) is not None:
+            own = params.get_apply_chat_template_kwargs()
             model, tokenizer = self.model_config, self.get_tokenizer()
             with giving_up(self.config):
+                marked = spans.mark(conversation, own.get("documents"))
+                own["documents"] = marked.documents
                 again = hf.safe_apply_chat_template(model, tokenizer, marked.conversation, **own)
                 prompt[_CONTENTS] = marked.contents(str(again), text)
         return conversation, prompt
@@ -125,14 +137,18 @@ def install(spans: ChatSpans) -> None:
     async def render_messages_async(render: Any, self: Any, messages: Any, params: Any) -> Any:
         rendered: Any = await render(self, messages, params)
         conversation, prompt = rendered
-        if (chat := begin(self, conversation, prompt, params)) is not None:
-            (text, marked), own = chat, params.get_apply_chat_template_kwargs()
+        if (text := begin(self, prompt, params)) is not None:
+            own = params.get_apply_chat_template_kwargs()
             model, tokenizer = self.model_config, self.get_tokenizer()
-            with giving_up(self.config):
+            with giving_up(self.config):  # long chats take time, which other requests need
+                mark = make_async(spans.mark, self._executor)
+                marked = await mark(conversation, own.get("documents"))
+                own["documents"] = marked.documents
                 rendering = self._apply_chat_template_async
                 made = rendering(model, tokenizer, marked.conversation, **own)
-                again = await self._render_with_timeout(made)
-                prompt[_CONTENTS] = marked.contents(str(again), text)
+                again = str(await self._render_with_timeout(made))
+                found = make_async(marked.contents, self._executor)
+                prompt[_CONTENTS] = await found(again, text)
         return conversation, prompt
 
     def new_wants_offsets(wants_offsets: Any, self: Any, prompt: Any, params: Any) -> Any:

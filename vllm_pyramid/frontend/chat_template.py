@@ -28,8 +28,9 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 
 _logger = init_logger(f"vllm.{__name__}")
 _SYSTEM = ("system", "developer")
-# What templates compare or print as it is; not what a message says.
+# What templates compare or print as it is; not what a message says. Arguments may have such keys.
 _NOT_CONTENT = ("role", "type", "id", "tool_call_id", "name")
+_MAX_TEXTS = 4 * MAX_SPANS  # templates may leave some out, or join them
 
 
 class Content(NamedTuple):
@@ -41,31 +42,51 @@ class Content(NamedTuple):
 
 
 class MarkedChat:
-    """A chat whose texts are marked; the conversation that it is made of is not changed."""
+    """A chat whose texts are marked; the conversation that it is made of is not changed.
 
-    def __init__(self, conversation: Sequence[Any]) -> None:
+    Args:
+        documents: from which the template has the model answer, if any: they count as messages.
+
+    Raises:
+        VLLMValidationError: messages have more than `_MAX_TEXTS` texts.
+        RecursionError: values of a message are nested too deeply.
+    """
+
+    def __init__(self, conversation: Sequence[Any], documents: Any = None) -> None:
         # Letters and digits pass through JSON; no message can contain a number drawn later.
         self._name = f"kvx{secrets.token_hex(8)}"
+        self._texts = 0
         self.conversation = [
             message if message.get("role") in _SYSTEM else self._marked(message, index)
             for index, message in enumerate(conversation)
         ]
+        self.documents = self._marked(documents, len(conversation), ())
 
-    def _marked(self, value: Any, index: int) -> Any:
+    def _marked(self, value: Any, index: int, plain: Sequence[str] = _NOT_CONTENT) -> Any:
+        """Return a value with its texts marked; keys in `plain` stay, but not in arguments."""
         if isinstance(value, str):
             text = value.strip()  # templates strip contents: the spaces stay outside
             if not text:
                 return value
+            self._texts += 1
+            if self._texts > _MAX_TEXTS:
+                raise VLLMValidationError(
+                    f"--kv-keep: the messages of this chat have more than {_MAX_TEXTS} texts, "
+                    "values in the arguments of calls included: send fewer",
+                    parameter="messages",
+                )
             start = value.index(text)
             marks = (f"{self._name}{kind}{index}z" for kind in "be")
             return value[:start] + next(marks) + text + next(marks) + value[start + len(text) :]
         if isinstance(value, Mapping):
             return {
-                key: part if key in _NOT_CONTENT else self._marked(part, index)
+                key: part
+                if key in plain
+                else self._marked(part, index, () if key == "arguments" else plain)
                 for key, part in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self._marked(part, index) for part in value]
+            return [self._marked(part, index, plain) for part in value]
         return value
 
     def contents(self, marked: str, text: str) -> list[Content]:
@@ -151,17 +172,23 @@ class TemplateSpans:
             return False
         return settings.keep_template is not None or (tools and settings.keep_tools)
 
-    def give_up(self, config: Any, error: VLLMValidationError) -> None:
+    def give_up(self, config: Any, error: Exception) -> None:
         """Go on without spans, with a warning; raise the error if `--kv-keep` asks for them."""
         settings = ServedSettings.of(config)
         assert settings is not None
-        if settings.keep_template is not None:
+        reason = re.sub(r"kvx\w+|\d+", "N", str(error))  # one line for all chats of a kind
+        if isinstance(error, RecursionError):
+            reason = "values of its messages are nested too deeply"
+        if settings.keep_template is None:
+            _logger.warning_once("the tools of a chat are not kept: %s", reason)
+        elif isinstance(error, RecursionError):
+            raise VLLMValidationError(f"--kv-keep: {reason}", parameter="messages") from None
+        else:
             raise error
-        _logger.warning_once("the tools of a chat are not kept: %s", str(error))
 
-    def mark(self, conversation: Sequence[Any]) -> MarkedChat:
+    def mark(self, conversation: Sequence[Any], documents: Any) -> MarkedChat:
         """Return the chat with its texts marked."""
-        return MarkedChat(conversation)
+        return MarkedChat(conversation, documents)
 
     def spans(
         self, config: Any, contents: Sequence[Content], offsets: Sequence[tuple[int, int]]

@@ -71,4 +71,5 @@ class FolderTransport:
             with suppress(OSError):
                 for path, stat in self._files():
                     if stat.st_mtime + self._ttl_s < time.time():
-                        os.unlink(path)
+                        with suppress(OSError):  # those behind it are removed all the same
+                            os.unlink(path)

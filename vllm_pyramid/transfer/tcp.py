@@ -29,6 +29,7 @@ _LENGTH = Struct("<Q")
 _NOTHING = (1 << 64) - 1
 _LINE = re.compile(rb"(GET|DROP) ([0-9a-f]{32}\.(?:head|\d{1,5}))\n")
 _CONNECT_S, _IDLE_S = 3.0, 30.0
+_SLICE = 1 << 20  # a socket's timeout counts for a whole `sendall`
 _MOST_CONNECTIONS = 64
 
 
@@ -106,7 +107,8 @@ class _Handler(socketserver.StreamRequestHandler):
             return
         self.request.sendall(_LENGTH.pack(sum(piece.nbytes for piece in served.pieces)))
         for piece in served.pieces:
-            self.request.sendall(piece)
+            for start in range(0, piece.nbytes, _SLICE):
+                self.request.sendall(piece[start : start + _SLICE])
 
 
 class TcpTransport:
