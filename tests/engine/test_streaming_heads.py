@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab.heads.__main__ import main
 from lab.heads.scores import HeadScores
 from tests.engine.conversations import Rows
 from tests.engine.paper import HuggingFaceModel
@@ -27,7 +28,6 @@ from tests.engine.support import (
 )
 from vllm_pyramid.policy.policy import TRACE_WINDOW
 from vllm_pyramid.step.trace_files import read_request
-from vllm_pyramid.tools.cli import main
 
 pytestmark = pytest.mark.engine
 
@@ -139,7 +139,7 @@ def test_each_head_keeps_what_the_mask_says(
 
 def test_what_the_probe_writes_is_served(demo: Start, random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "heads"
-    argv = ["calibrate", "--heads", "--model", str(random_model), "-o", str(folder)]
+    argv = ["--model", str(random_model), "-o", str(folder)]
     assert main([*argv, "--sinks", str(SINKS), "--recent", str(RECENT)]) == 0
     engine = demo(
         kv_policy="duoattention",
