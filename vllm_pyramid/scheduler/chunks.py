@@ -55,6 +55,10 @@ class Chunks:
         """Forget the step before."""
         self._evicting = []
         self._may_wait, self.admitted = False, None
+        if self.loading:  # one that found no blocks waits again
+            records = self._coordinator.plans.records
+            for request_id in [name for name in self.loading if not records[name].num_blocks]:
+                del self.loading[request_id]
         pressure = self._pressure
         self._ordered = pressure.blocks if pressure is not None and pressure.is_pending else None
 
@@ -82,7 +86,7 @@ class Chunks:
             return 0  # vLLM has no room for its images
         waits = request.status != RequestStatus.RUNNING
         if self._ordered is not None and not waits:
-            if self._may_wait and self._ordered.lacks(request, computed + tokens):
+            if self._may_wait and self._ordered.lacks(request, self._slots(computed + tokens)):
                 return 0  # an order frees some; vLLM would preempt another request
             self._may_wait = True  # not the first: a step without tokens reports nothing
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
@@ -97,7 +101,7 @@ class Chunks:
             if (
                 self._pool_may_be_smaller
                 and not waits
-                and coordinator.waits_for_blocks(request, computed + chunk)
+                and coordinator.waits_for_blocks(request, self._slots(computed + chunk))
             ):
                 return 0
             if chunk or not waits:
@@ -105,6 +109,10 @@ class Chunks:
                 return chunk
         coordinator.blocked_request = request.request_id
         return tokens
+
+    def _slots(self, tokens: int) -> int:
+        """Return the tokens for which vLLM wants blocks where a step ends at `tokens`."""
+        return min(tokens + self._engine.num_lookahead_tokens, self._engine.max_model_len)
 
     def starts(self, request: Request, plan: Plan, computed: int) -> bool:
         """Return whether the first waiting request starts in this step."""

@@ -26,10 +26,9 @@ class Levelled:
         point: the tokens up to which it has levels.
         levels: what each of them keeps. losses: the share of its scores that each loses.
         orders: those that it has been given, one after another.
-        evictions: how many tokens it had generated at each order, and the mean that a layer kept;
-            those before a preemption, too.
+        evictions: how many tokens it had generated at each order, the mean that a layer kept, and
+            the share of the scores that it lost; those before a preemption, too.
         level: of the schedule, to which it has been ordered last; -1: it is whole.
-        lost: the share of its scores that the last order lost.
         pending: `[stages]` blocks that the last order frees once it is reported; None: none do.
     """
 
@@ -38,9 +37,8 @@ class Levelled:
     levels: Sequence[EvictionPoint] = ()
     losses: Sequence[float] = ()
     orders: list[Order] = field(default_factory=list)
-    evictions: list[tuple[int, int]] = field(default_factory=list)
+    evictions: list[tuple[int, int, float]] = field(default_factory=list)
     level: int = -1
-    lost: float = 0.0
     pending: Numbers | None = None
 
     @property
@@ -56,8 +54,13 @@ class Levelled:
         return self.orders[-1][1] if self.orders and self.orders[-1][0] == self.point else -1
 
     def ordered(self) -> RetentionPlan:
-        """Return the plan of its orders."""
-        return self.plan.ordered(self.orders)
+        """Return the plan of its orders; without any the plan that it came with."""
+        return self.plan.ordered(self.orders) if self.orders else self.plan
+
+    def take_back(self) -> None:
+        """Forget the last order, which no token of the answer has seen."""
+        self.orders.pop()
+        self.evictions.pop()
 
     def may_evict(self, request: Request) -> bool:
         """Return whether the worker has its levels now.

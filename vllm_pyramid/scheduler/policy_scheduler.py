@@ -113,6 +113,7 @@ class PolicyScheduler:
                 [str(budget) for budget in self.policy.schedule.budgets_above],
                 steps_ahead=config.max_concurrent_batches + 1,
                 tokens_per_step=1 + engine.num_spec_tokens + engine.num_lookahead_tokens,
+                watermark=engine.kv_cache_manager.watermark_blocks,
             )
             self.hooks.append(self.pressure)
         self.chunks = Chunks(engine, coordinator, settings, admission, self.pressure)
@@ -162,7 +163,7 @@ class PolicyScheduler:
             return tokens
         self.begun.add(request, found.store.answer(found.hit))
         if self.chunks.starts(request, plans.of(request.request_id), tokens):
-            self.chunks.loading[request.request_id] = request
+            self.chunks.loading[request.request_id] = self.chunks.admitted = request
         else:  # vLLM asks for no chunk of it now
             coordinator.blocked_request = request.request_id
         return 0

@@ -17,12 +17,12 @@ go to blocks that others share is left alone.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.compat.side_channel import LEVELS
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
@@ -42,6 +42,7 @@ class Pressure(SchedulerHooks):
         levels: the schedule's, by name.
         steps_ahead: steps that are scheduled before the blocks of an order come back.
         tokens_per_step: of a request that generates, at most.
+        watermark: blocks that vLLM leaves free where a request starts beside others.
     """
 
     name = LEVELS
@@ -54,11 +55,13 @@ class Pressure(SchedulerHooks):
         *,
         steps_ahead: int,
         tokens_per_step: int,
+        watermark: int,
     ) -> None:
         self._names = ("whole", *levels, "headroom", "lowest")
         self._coordinator, self.blocks = coordinator, OrderedBlocks(coordinator)
         self._ahead = steps_ahead * tokens_per_step
         stages = coordinator.layer_blocks.stages
+        self._watermark = watermark
         self._spare = int(SPARE * coordinator.block_pool.num_gpu_blocks)
         self._pending: Numbers = np.zeros(len(stages), np.int64)
         self._requests: dict[str, Levelled] = {}
@@ -78,13 +81,14 @@ class Pressure(SchedulerHooks):
     # Orders ---------------------------------------------------------------------------------------
 
     def orders(
-        self, running: Sequence[Request], admitted: Request | None, scheduled: Container[str]
+        self, running: Sequence[Request], admitted: Request | None, scheduled: Collection[str]
     ) -> dict[str, LateEviction] | None:
         """Return the evictions that the workers make before the step just scheduled.
 
         Args:
             running: oldest first; those with tokens in `scheduled` may be ordered.
-            admitted: the last request that was to start in this step, if there is one.
+            admitted: the last request that was to start in this step, or to load its state, if
+                there is one.
         """
         if admitted is None and self._calm:
             self._calm -= 1
@@ -93,10 +97,16 @@ class Pressure(SchedulerHooks):
         pool = self._coordinator.block_pool
         free = pool.free_by_stage()
         lacking, to_start = self._growth(running) - free - self._pending, 0
-        if admitted is not None and admitted.request_id not in scheduled:
+        loads = RequestStatus.WAITING_FOR_REMOTE_KVS  # it has its blocks
+        if (
+            admitted is not None
+            and admitted.request_id not in scheduled
+            and admitted.status != loads
+        ):
             needed = self._coordinator.get_num_blocks_to_allocate(
                 admitted.request_id, admitted.num_tokens, apply_admission_cap=True
             )
+            needed += self._watermark if scheduled else 0
             to_start = max(needed - pool.get_num_free_blocks() + int(free.min()), 0)
         if (lacking + to_start <= 0).all():
             # What a step takes at most for each request that generates.
@@ -190,14 +200,15 @@ class Pressure(SchedulerHooks):
         before = levelled.losses[levelled.now] if levelled.now >= 0 else 0.0
         self._lost += levelled.losses[level] - before
         levelled.orders.append((levelled.point, level))
-        levelled.lost = levelled.losses[level]
         levelled.level = levelled.plan.number_of(levelled.orders[-1])
         levelled.pending, self._by_level = freed, None
         self._pending += freed
         self._orders += 1
         self._to_floor += level + 1 == len(levelled.losses)
         plan = levelled.ordered()
-        levelled.evictions.append((request.num_output_tokens, plan.end.budget_tokens))
+        levelled.evictions.append(
+            (request.num_output_tokens, plan.end.budget_tokens, levelled.losses[level])
+        )
         blocks = self.blocks.order(request.request_id, plan)
         return LateEviction(tuple(levelled.orders), blocks)
 
@@ -230,12 +241,18 @@ class Pressure(SchedulerHooks):
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """Return when the request was evicted, and to how many tokens: nothing if it never was."""
         levelled = self._drop(request_id)
+        own: dict[str, Any] = {}
+        if levelled is not None and levelled.pending is not None:
+            levelled.take_back()  # its last token came from a step before the order's
+            own["kv_budget"] = levelled.ordered().budget_tokens
         evictions = levelled.evictions if levelled is not None else []
+        if evictions:
+            own["lost_share"] = round(evictions[-1][2], 4)
         return {
             "kv_evict": "pressure",
-            "evicted_after": [generated for generated, _ in evictions],
-            "evicted_to": [tokens for _, tokens in evictions],
-            **({"lost_share": round(levelled.lost, 4)} if levelled and evictions else {}),
+            "evicted_after": [generated for generated, _, _ in evictions],
+            "evicted_to": [tokens for _, tokens, _ in evictions],
+            **own,
         }
 
     def totals(self) -> dict[str, Any]:
@@ -266,6 +283,4 @@ class Pressure(SchedulerHooks):
             if (record := records.get(request_id)) is not levelled.record:
                 self._drop(request_id)
                 if record is not None and levelled.evictions:
-                    self._requests[request_id] = Levelled(
-                        record, evictions=levelled.evictions, lost=levelled.lost
-                    )
+                    self._requests[request_id] = Levelled(record, evictions=levelled.evictions)
