@@ -130,6 +130,7 @@ class Setup:
     block_size: int = 4
     prefix_caching: bool | None = False  # None: vLLM's own default
     priorities: bool = False
+    watermark: float = 0.0  # of the pool's blocks, as vLLM has it
     beside: tuple[Beside, ...] = ()
     turns: bool = False  # whether requests say to which conversations they belong
     drafts: int = 0  # of a request in a step, at most
@@ -218,6 +219,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
         long_prefill_token_threshold=setup.long_prefill_token_threshold,
         async_scheduling=False,
         enable_prefix_caching=setup.prefix_caching,
+        watermark=setup.watermark,
         scheduling_policy="priority" if setup.priorities else "fcfs",
         speculative_config=setup.speculative_config,
         pipeline_parallel_size=max(len(setup.stages), 1),

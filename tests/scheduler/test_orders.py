@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the scheduler orders evictions (`--kv-evict pressure`), and what it reports of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.scheduler.harness import make_request
+from tests.scheduler.jobs import SMALL, Job, exact_request
+from vllm_pyramid.scheduler.pressure import Pressure
+
+pytestmark = pytest.mark.cpu
+
+LAYERS = SMALL.num_layers
+SETUP = replace(
+    SMALL,
+    policy_args=(*SMALL.policy_args, ("schedule", "pressure"), ("schedule.levels", ("70%",))),
+)
+
+
+def _pressure(job: Job) -> Pressure:
+    found = job.scheduler.pyramid.pressure
+    assert found is not None
+    return found
+
+
+def _whole_prompt(setup: Any, blocks: int) -> Job:
+    """A job with one whole prompt of 15 blocks in each layer, which generates.
+
+    Each level loses four times as much as the one above, so orders go no further than they must.
+    """
+    job = Job(setup, blocks * LAYERS + 1)
+    losses = job.worker._losses
+
+    def rising(step: Any) -> dict[str, tuple[int, list[float]]]:
+        found = losses(step)
+        return {
+            name: (point, [0.01 * 4**level for level in range(len(shares))])
+            for name, (point, shares) in found.items()
+        }
+
+    worker: Any = job.worker
+    worker._losses = rising
+    job.add(make_request("whole", 60, 30))
+    for _ in range(3):
+        job.step()
+    assert _pressure(job).totals()["requests_by_level"]["whole"] == 1
+    return job
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.2])
+def test_orders_free_what_the_watermark_asks_for(watermark: float) -> None:
+    """Of 30 blocks a layer 16 are held: 15 are to start, and with a watermark 6 to stay free."""
+    job = _whole_prompt(replace(SETUP, watermark=watermark), 30)
+    job.add(exact_request("second", 60, 5))
+    while "second" not in job.started:
+        assert "whole" in job.scheduler.requests, "it has waited for the other's end"
+        job.step()
+    assert _pressure(job).totals()["ordered_evictions"] > 0
+    job.finish()
+    assert not job.preemptions
+
+
+def test_a_request_that_loads_its_state_is_given_way_to() -> None:
+    job = _whole_prompt(SETUP, 28)
+    scheduler, pressure = job.scheduler, _pressure(job)
+    job.add(request := exact_request("loads", 60, 5))
+    found = scheduler.pyramid
+
+    class Later:
+        """A store whose blocks a connector fills."""
+
+        loads_later = True
+
+        def answer(self, hit: Any) -> Any:
+            return None
+
+    def find(request: Any, most: int, *, shared: bool) -> int:
+        records = found.coordinator.plans.records
+        records[request.request_id].found = Found(Later())
+        return 0
+
+    class Found:
+        def __init__(self, store: Any) -> None:
+            self.store, self.hit = store, None
+
+    found.begin_step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found.ways, "find", find)
+        patch.setattr(found.begun, "add", lambda *_: None)
+        assert found.cached_tokens(request, 59, shared=True) == 0
+    found.coordinator.plans.records["loads"].found = None
+    assert found.chunks.admitted is request
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert pressure.orders(scheduler.running, request, {"whole": 1}) is None, "it has its blocks"
+    request.status = RequestStatus.WAITING
+    assert list(pressure.orders(scheduler.running, request, {"whole": 1}) or {}) == ["whole"]
+
+
+def test_an_order_that_no_token_has_seen_is_not_reported() -> None:
+    """With asynchronous scheduling a request may be ordered after its last token was sampled."""
+    job = _whole_prompt(replace(SETUP, asynchronous=True), 28)
+    report, ended = _pressure(job).on_request_finished, dict[str, dict[str, Any]]()
+
+    def noted(request_id: str) -> dict[str, Any]:
+        ended[request_id] = report(request_id)
+        return ended[request_id]
+
+    job.worker.stop.add("whole")
+    job.step()  # samples its last token, which the scheduler learns two steps later
+    job.add(exact_request("second", 60, 5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pressure(job), "on_request_finished", noted)
+        while "whole" not in ended:
+            job.step()
+    assert _pressure(job).totals()["ordered_evictions"] == 1
+    assert ended["whole"]["evicted_after"] == ended["whole"]["evicted_to"] == []
+    assert "lost_share" not in ended["whole"]
+    assert (
+        ended["whole"]["kv_budget"]
+        == job.scheduler.pyramid.planner.terms(make_request("like", 60))[0].plan.budget_tokens
+    )
+    job.finish()
