@@ -81,7 +81,7 @@ class Agents(Prefix):
     )
     chat_template: str | None = Field(
         None,
-        description="of a recording: a file, or `chatml`, in the place of the model's own, which "
+        description="of a recording: a file, or `chatml`, that replaces the model's own, which "
         "may know no tools; shapes and the built-in model have chatml",
     )
     own_answers: bool = Field(

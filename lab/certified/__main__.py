@@ -2,7 +2,7 @@
 """`python -m lab.certified`: the smallest budget that hardly disagrees with the whole cache.
 
 The engine answers each prompt with the whole cache, then decodes that answer again with every
-budget. The loss of a prompt is the share of the answer's tokens, but for the first, that another
+budget. The loss of a prompt is the share of the answer's tokens behind the first that another
 token would have been the likeliest one.
 """
 
@@ -146,7 +146,7 @@ def measure(
     on_stage: Callable[[str], None],
     on_result: Callable[[], None],
 ) -> Losses:
-    """Return the losses, `[budgets, prompts]`; two engines run, each in a process of its own.
+    """Return the losses, `[budgets, prompts]`; two engines run, each in its process.
 
     Args:
         policy: with its floor. args: changes to its preset, the floor among them.

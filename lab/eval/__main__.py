@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         ),
         ("lengths", "1024", "of the prompts, in tokens (%(default)s)"),
         ("samples", 10, "of each task, length and seed (%(default)s)"),
-        ("seeds", "0", "each makes samples of its own (%(default)s)"),
+        ("seeds", "0", "each makes other samples (%(default)s)"),
         ("engine-args", None, "JSON, further arguments of vllm_pyramid.LLM"),
     ):
         kind = int if name == "samples" else str
@@ -95,7 +95,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         ("ruler", "PATH", "RULER's generated .jsonl files, or a folder of them"),
     ):
         group.add_argument(f"--{name}", nargs="+", default=[], metavar=metavar, help=text)
-    text = "longer prompts, but for RULER's, lose their middle (default: what the model takes)"
+    text = "longer prompts lose their middle, except RULER's (default: what the model takes)"
     group.add_argument("--max-prompt", type=int, metavar="TOKENS", help=text)
     text = "of --lm-eval, instead of the task's own limit or lm-eval's 256"
     group.add_argument("--max-answer", type=int, metavar="TOKENS", help=text)

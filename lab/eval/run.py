@@ -37,7 +37,7 @@ class Settings:
         model: folder or Hugging Face name. policies: each with arguments of its own.
         budgets: for each policy that evicts. tasks: in the order of the tables.
         lengths: of the prompts, in tokens. samples: of each task, length and seed.
-        seeds: every one makes samples of its own. engine_args: further arguments of `LLM`.
+        seeds: each makes other samples. engine_args: further arguments of `LLM`.
         max_prompt: most tokens of a prompt that may be cut; None for what the model takes.
     """
 
