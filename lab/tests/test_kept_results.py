@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pyramid.tools.bench.options import parse
+from vllm_pyramid.tools.bench.options import MEASURES, parse
 from vllm_pyramid.tools.cli import _build_parser
 
 pytestmark = pytest.mark.cpu
@@ -66,7 +66,7 @@ def test_every_kept_row_belongs_to_a_run() -> None:
 def test_commands_of_kept_results_are_still_options(run: dict[str, str]) -> None:
     words = [word for word in _words(run)[1:] if word != "--profile"]  # a flag that is gone
     args = _build_parser().parse_args(words)
-    options = parse(args.measure, vars(args))
+    options = parse(MEASURES[args.measure], vars(args))
     for row in _table("bench.csv"):
         if row["run"] == run["run"]:
             assert float(row["pool_prompts"]) in [pool for pool, _ in options.rounds]
