@@ -166,7 +166,7 @@ def taken_by_gpu() -> str | None:
 def prepared_programs() -> Iterator[None]:
     """Python programs that this process starts need not import vLLM again (`prepared.py`)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", prepared.popen)
+        patch.setattr(subprocess, "Popen", prepared.EitherPopen)
         yield
 
 

@@ -90,6 +90,13 @@ def popen(args: Sequence[str], **settings: Any) -> subprocess.Popen[Any]:
     return _Popen(args, **settings)
 
 
+class EitherPopen(subprocess.Popen[Any]):
+    """`popen` as a class: packages that are imported meanwhile, such as Ray, inherit from Popen."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        return popen(*args, **settings) if cls is EitherPopen else super().__new__(cls)
+
+
 @cache
 def environment() -> dict[str, str]:
     """Return this process's variables as they were at the first call."""
