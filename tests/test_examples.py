@@ -119,6 +119,8 @@ def test_server_client_and_trace(
     flags = ("--kv-trace", str(traces), "--enforce-eager", "--max-model-len", "4096")
     flags += ("--chat-template", str(template), "--enable-auto-tool-choice")
     flags += ("--tool-call-parser", "hermes")
+    # By default the server keeps these chats whole, and computes the later turns anew.
+    flags += ("--kv-keep", "none", "--kv-turn-mode", "resume")
     flags += ("--max-num-seqs", "16", "--kv-cache-memory-bytes", str(256 << 20))
     command = (str(EXAMPLES / "server.sh"),)
     started = {"log": tmp_path / "log", "command": command, "fresh": True}
