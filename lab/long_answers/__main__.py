@@ -7,7 +7,8 @@
 
 A model translates tables of CSV to JSON lines (`table.py`), greedily. `right` is the mean share of
 a table's rows that its answer has, with a 95 % interval by bootstrap over the tables; `first_wrong`
-the mean number of lines before the first that is wrong, of `rows`.
+the mean number of lines before the first that is wrong, of `rows`. With `--task sums` it adds a
+number again and again (`sums.py`), from a short prompt.
 
 With `--count` answers have as many tokens as the right ones and are not scored: `steps`,
 `preemptions` and `at_once` (requests that ran in a step: the mean and the most) of serving all
@@ -37,15 +38,17 @@ from typing import Any
 from lab.bursts.__main__ import STOCK_BLOCK, preemptions
 from lab.eval.task import Figure
 from lab.eval.variants import Variant, budgets_of, parse_variants
+from lab.long_answers.sums import Sums
 from lab.long_answers.table import OPENING, Table
 
 POOL = 0.25  # of the requests, with `--count`
 STOCK = "stock"
+TASKS: dict[str, type[Table | Sums]] = {"tables": Table, "sums": Sums}
 SLACK = 1.1  # tokens that an answer may have, of the right one's
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def prompt_of(tokenizer: Any, table: Table) -> list[int]:
+def prompt_of(tokenizer: Any, table: Table | Sums) -> list[int]:
     """Return the tokens of a prompt that ends where the answer's first line begins."""
     if tokenizer.chat_template is None:
         text = table.question + OPENING
@@ -70,7 +73,7 @@ def answer(args: argparse.Namespace, variant: Variant | None) -> None:
 
     model = args.model or str(model_path())
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tables = [Table.drawn(args.rows, args.seed + index) for index in range(args.tables)]
+    tables = [TASKS[args.task].drawn(args.rows, args.seed + index) for index in range(args.tables)]
     texts = [prompt_of(tokenizer, table) for table in tables]
     exact = [len(tokenizer.encode("\n".join(table.lines))) for table in tables]
     limits = [tokens if args.count else round(SLACK * tokens) for tokens in exact]
@@ -161,8 +164,9 @@ def main() -> None:
     parser.add_argument("--budgets", type=lambda text: text.split(","), default=["25%"])
     parser.add_argument("--model", help="folder of a model; default: the built-in one")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--tables", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=40, help="of a table, some 25 tokens each")
+    parser.add_argument("--task", choices=TASKS, default="tables")
+    parser.add_argument("--tables", type=int, default=8, help="or sums")
+    parser.add_argument("--rows", type=int, default=40, help="of each, some 25 tokens each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=8, help="requests in a step, at most")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the machine's")

@@ -52,12 +52,17 @@ class Table:
         A row is right wherever its line stands, a line only at its place. Lines without a JSON
         object at their beginning (fences, blank ones) are no lines of the answer.
         """
-        said = [value for line in answer.splitlines() if (value := _object(line)) is not None]
+        said = json_objects(answer)
         expected = [json.loads(line) for line in self.lines]
         right = sum(row in said for row in expected)
         pairs = enumerate(zip(said, expected, strict=False))
         first = next((index for index, (a, b) in pairs if a != b), min(len(said), len(expected)))
         return right / len(expected), first
+
+
+def json_objects(answer: str) -> list[Any]:
+    """Return what the lines of an answer say, without those in which no JSON object begins."""
+    return [value for line in answer.splitlines() if (value := _object(line)) is not None]
 
 
 def _object(line: str) -> Any:
