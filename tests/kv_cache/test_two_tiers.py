@@ -127,12 +127,18 @@ class Tiers:
     # What happens -----------------------------------------------------------------------------
 
     def request(self) -> None:
-        """A request looks for its prompt; it waits, is aborted, or begins with what it finds."""
+        """A request looks for its prompt; it waits, is aborted, or begins with what it finds.
+
+        Before, it finds something else, which is not what it begins with.
+        """
         document, length = self.random.randrange(DOCUMENTS), self.random.randint(1, LONGEST)
         names = [name_of(document, index) for index in range(length)]
         on_device = self.pool.longest_prefix(names)
         behind = names[on_device:]
+        other = [name_of(self.random.randrange(DOCUMENTS), index) for index in range(LONGEST)]
+        other = other[: self.host.longest_prefix(other)]
         found = behind[: self.host.longest_prefix(behind)]
+        self.host.pin(other)
         idle = len(self.pool.idle_bundles(names[:on_device]))
         if (len(behind) + idle) * LAYERS > self.pool.get_num_free_blocks():
             self.seen["waits"] += 1

@@ -107,13 +107,16 @@ class HostCache(Tier):
     def longest_prefix(self, names: Sequence[BlockHash]) -> int:
         """Return how many of these bundles, from the first one on, are in the host cache.
 
-        Files are read for it, as far as there are slots and the step may read.
+        Files are read for it, as far as there are slots and the step may read. What is read, here or
+        in a later lookup of the step, does not push out what was found.
         """
         entries = self._entries
         found = next((n for n, name in enumerate(names) if name not in entries), len(names))
-        if self.files is None or found == len(names) or names[found] not in self.files:
+        if self.files is None:
             return found
-        self.pin(names[:found])  # what is read must not push these out
+        self.pin(names[:found])
+        if found == len(names) or names[found] not in self.files:
+            return found
         for name in names[found:]:
             if name not in entries and not self._may_read(self.files, name):
                 break
