@@ -154,9 +154,7 @@ def install(spans: ChatSpans) -> None:
     def new_wants_offsets(wants_offsets: Any, self: Any, prompt: Any, params: Any) -> Any:
         return _CONTENTS in prompt or wants_offsets(self, prompt, params)
 
-    def add_spans(self: Any, prompt: Any, engine_input: Any) -> Any:
-        if (contents := prompt.get(_CONTENTS)) is None:
-            return engine_input
+    def add_spans(self: Any, prompt: Any, engine_input: Any) -> None:
         offsets, tokens = prompt["prompt_token_offsets"], prompt["prompt_token_ids"]
         with giving_up(self.config):
             if len(offsets) != len(tokens):
@@ -165,14 +163,19 @@ def install(spans: ChatSpans) -> None:
                     f"tokenizer, which made {len(offsets)}: do not pad prompts",
                     parameter="messages",
                 )
-            engine_input[_SPANS] = spans.spans(self.config, contents, offsets)
-        return engine_input
+            engine_input[_SPANS] = spans.spans(self.config, prompt[_CONTENTS], offsets)
 
     def process_tokens(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:
-        return add_spans(self, prompt, process(self, prompt, **kwargs))
+        engine_input = process(self, prompt, **kwargs)
+        if _CONTENTS in prompt:
+            add_spans(self, prompt, engine_input)
+        return engine_input
 
     async def process_tokens_async(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:
-        return add_spans(self, prompt, await process(self, prompt, **kwargs))
+        engine_input = await process(self, prompt, **kwargs)
+        if _CONTENTS in prompt:
+            await make_async(add_spans, self._executor)(self, prompt, engine_input)
+        return engine_input
 
     new: dict[str, Any] = {
         "__init__": new_init,
