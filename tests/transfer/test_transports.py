@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -280,6 +281,58 @@ def test_a_slow_reader_gets_the_whole_part(
             time.sleep(0.01)
     assert taken == 8 + size
     assert time.monotonic() - started > 1, "it was faster than the limit"
+
+
+def open_idle(port: int, stack: ExitStack, number: int) -> list[socket.socket]:
+    """Connections that say nothing."""
+    address = "127.0.0.1", port
+    made = [socket.create_connection(address, 5) for _ in range(number)]
+    for connection in made:
+        stack.enter_context(connection)
+    return made
+
+
+def test_connections_that_say_nothing_give_way(server: tuple[Transport, int]) -> None:
+    """To those that ask, the oldest first; one that waits for its answer does not."""
+    sender, port = server
+    size = 1 << 24
+    sender.put(PART, [memoryview(bytes(size))])
+    with ExitStack() as stack:
+        (slow,) = open_idle(port, stack, 1)
+        slow.sendall(f"GET {PART}\n".encode())
+        assert slow.recv(8, socket.MSG_WAITALL) == size.to_bytes(8, "little")
+        idle = open_idle(port, stack, tcp._MOST_CONNECTIONS)
+        for _ in range(3):
+            assert ask(port, f"GET {HEAD}\n".encode())[8:] == CONTENT
+        assert idle[0].recv(1) == b""
+        idle[-1].sendall(f"GET {HEAD}\n".encode())
+        assert idle[-1].recv(8, socket.MSG_WAITALL) == len(CONTENT).to_bytes(8, "little")
+        taken = 0
+        while data := slow.recv(1 << 20):
+            taken += len(data)
+        assert taken == size
+
+
+def test_a_line_has_to_come_in_time(
+    server: tuple[Transport, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a whole: single bytes buy no more time."""
+    monkeypatch.setattr(tcp, "_ASK_S", 0.2)
+    _, port = server
+    with ExitStack() as stack:
+        (slow,) = open_idle(port, stack, 1)
+        slow.settimeout(0.1)
+        end = time.monotonic() + 5
+        while True:
+            assert time.monotonic() < end, "it was not closed"
+            try:
+                slow.sendall(b"G")
+                if slow.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
 
 
 def test_an_engine_asks_its_peers_alone(server: tuple[Transport, int]) -> None:

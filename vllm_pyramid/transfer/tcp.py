@@ -28,7 +28,7 @@ from vllm_pyramid.transfer.settings import Address, TransferSettings
 _LENGTH = Struct("<Q")
 _NOTHING = (1 << 64) - 1
 _LINE = re.compile(rb"(GET|DROP) ([0-9a-f]{32}\.(?:head|\d{1,5}))\n")
-_CONNECT_S, _IDLE_S = 3.0, 30.0
+_CONNECT_S, _ASK_S, _IDLE_S = 3.0, 10.0, 30.0
 _SLICE = 1 << 20  # a socket's timeout counts for a whole `sendall`
 _MOST_CONNECTIONS = 64
 
@@ -48,7 +48,11 @@ def is_head(name: str) -> bool:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Serves what is in `states`, by name, and drops what no engine fetches."""
+    """Serves what is in `states`, by name, and drops what no engine fetches.
+
+    A connection has `_ASK_S` seconds to send its whole line. Where all places are taken, a new
+    connection closes the oldest one that has not. One that has asked is never closed for another.
+    """
 
     allow_reuse_address, daemon_threads, block_on_close = True, True, False
 
@@ -56,7 +60,8 @@ class _Server(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.states: dict[str, _Served] = {}
         self.lock = threading.Lock()
-        self._open = threading.Semaphore(_MOST_CONNECTIONS)
+        self._silent: dict[Any, float] = {}  # connections without a whole line, since when
+        self._asked: set[Any] = set()
         try:
             super().__init__(address, _Handler)
         except OSError as error:
@@ -64,21 +69,43 @@ class _Server(socketserver.ThreadingTCPServer):
             raise OSError(error.errno, f"no states can be served at {where}: {error}") from None
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._open.acquire(blocking=False)
+        with self.lock:
+            if len(self._silent) + len(self._asked) >= _MOST_CONNECTIONS:
+                if not self._silent:
+                    return False
+                self._hang_up(next(iter(self._silent)))
+            self._silent[request] = time.monotonic()
+        return True
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._open.release()
+    def has_asked(self, request: Any) -> bool:
+        """Keep a connection until it has its answer; False if it is closed by now."""
+        with self.lock:
+            if self._silent.pop(request, None) is None:
+                return False
+            self._asked.add(request)
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self._silent.pop(request, None)
+            self._asked.discard(request)
+        super().shutdown_request(request)
+
+    def _hang_up(self, request: Any) -> None:
+        """Let the thread of a silent connection end. The caller has the lock."""
+        del self._silent[request]
+        with suppress(OSError):  # the other side has gone
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: the other side has gone, and its own log says so."""
 
     def service_actions(self) -> None:
-        """Drop states whose time is over; called every half second."""
+        """Drop states and silent connections whose time is over; called every half second."""
         now = time.monotonic()
         with self.lock:
+            for request in [of for of, since in self._silent.items() if since + _ASK_S < now]:
+                self._hang_up(request)
             for name in [name for name, served in self.states.items() if served.end < now]:
                 self.drop(name)
 
@@ -94,7 +121,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         found = _LINE.fullmatch(self.rfile.readline(128))
-        if found is None:
+        if found is None or not self.server.has_asked(self.request):
             return
         name = found[2].decode()
         with self.server.lock:
