@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
@@ -53,9 +53,18 @@ class ChatSpans(Protocol):
         """Return the spans to keep, from the characters of each token."""
 
 
-def spans_of(prompt: Any) -> list[int] | None:
-    """Return the spans of a prompt that vLLM has rendered; None if it is no such chat."""
-    return prompt.get(_SPANS) if isinstance(prompt, Mapping) else None
+class Template(NamedTuple):
+    """The spans of a chat's template, and the tokens of the whole prompt."""
+
+    spans: list[int]
+    prompt_tokens: int
+
+
+def template_of(prompt: Any) -> Template | None:
+    """Return the template of a prompt that vLLM has rendered; None if its spans are not kept."""
+    if not isinstance(prompt, Mapping) or _SPANS not in prompt:
+        return None
+    return Template(prompt[_SPANS], len(prompt["prompt_token_ids"]))
 
 
 def why_no_renderer(model_config: Any) -> str | None:
