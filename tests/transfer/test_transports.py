@@ -21,6 +21,7 @@ from tests.plumbing.server import free_ports
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
 from vllm_pyramid.transfer import tcp
 from vllm_pyramid.transfer.settings import TransferSettings
+from vllm_pyramid.transfer.states import Ticket
 from vllm_pyramid.transfer.tcp import TcpTransport
 from vllm_pyramid.transfer.transport import Transport, make_transport
 
@@ -148,9 +149,9 @@ def test_what_is_put_is_got_until_it_is_dropped(pair: Any) -> None:
         found = fetcher.get(PART, name, 1 << 20)
         assert bytes(found) == CONTENT
         assert not found.readonly, "tensors are made of it"
-    fetcher.drop(PART, name)
+    fetcher.drop([PART], name)
     until(lambda: fetcher.get(PART, name, 1 << 20) is None)
-    fetcher.drop(PART, name)  # it is gone
+    fetcher.drop([PART], name)  # it is gone
 
 
 def test_what_is_too_large_is_not_read(pair: Any) -> None:
@@ -172,7 +173,7 @@ def test_there_is_a_limit(pair: Any) -> None:
     sender.put(PART, PIECES)
     with pytest.raises(OSError, match=r"of (the )?150000( bytes)? at most"):
         sender.put(f"{STATE}.1", PIECES)
-    fetcher.drop(PART, name)
+    fetcher.drop([PART], name)
     until(lambda: fetcher.get(PART, name, 1 << 20) is None)
     sender.put(PART, PIECES)
 
@@ -343,7 +344,26 @@ def test_an_engine_asks_its_peers_alone(server: tuple[Transport, int]) -> None:
         fetcher.get(HEAD, f"127.0.0.1:{port}", 1 << 20)
     with pytest.raises(OSError, match=r"refused|Connection"):
         fetcher.get(HEAD, "127.0.0.1:1", 1 << 20)
-    fetcher.drop(HEAD, "127.0.0.1:1")  # nobody hears it
+    fetcher.drop([HEAD], "127.0.0.1:1")  # nobody hears it
+
+
+def test_a_client_cannot_have_many_ports_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket says how many ranks there are; each unanswered port keeps a thread waiting."""
+    port, tried = free_ports(3), []
+    sender = make("kv_producer", listen=f"127.0.0.1:{port}")
+    sender.put(HEAD, PIECES)
+    connect = socket.create_connection
+
+    def noted(address: Any, *more: Any) -> socket.socket:
+        tried.append(address[1] - port)
+        return connect(address, *more)
+
+    monkeypatch.setattr(socket, "create_connection", noted)
+    fetcher = make("kv_consumer", peers=[f"127.0.0.1:{port}"])
+    fetcher.drop(Ticket(STATE, f"127.0.0.1:{port}", 256).names, f"127.0.0.1:{port}")
+    assert tried == [0, 1]
+    until(lambda: fetcher.get(HEAD, f"127.0.0.1:{port}", 1 << 20) is None)
+    sender.close()
 
 
 @pytest.mark.parametrize("sent", [0, 3, 8, 1000])
@@ -422,7 +442,7 @@ def test_an_empty_part_takes_no_memory(nixl_pair: Any) -> None:
     assert bytes(fetcher.get(PART, name, 1 << 20)) == CONTENT
     with pytest.raises(DamagedFileError):
         fetcher.get(empty, name, 1 << 20)
-    fetcher.drop(empty, name)
+    fetcher.drop([empty], name)
     until(lambda: fetcher.get(empty, name, 1 << 20) is None)
     assert list(sender._memory._ends) == [0]
 
@@ -435,7 +455,7 @@ def test_ranges_of_memory_are_used_again(nixl_pair: Any) -> None:
         sender.put(part, [memoryview(bytes([number]) * len(CONTENT))])
     with pytest.raises(OSError, match="at most"):
         sender.put(parts[3], PIECES)
-    fetcher.drop(parts[1], name)
+    fetcher.drop([parts[1]], name)
     until(lambda: fetcher.get(parts[1], name, 1 << 20) is None)
     sender.put(parts[3], PIECES)
     found = [bytes(fetcher.get(part, name, 1 << 20)) for part in (parts[0], parts[2], parts[3])]

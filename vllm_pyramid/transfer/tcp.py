@@ -179,9 +179,10 @@ class TcpTransport:
                 raise DamagedFileError("it is too large")
             return _read(file, length)
 
-    def drop(self, name: str, peer: str) -> None:
-        with suppress(OSError):
-            self._ask("DROP", name, peer).close()
+    def drop(self, names: Sequence[str], peer: str) -> None:
+        with suppress(OSError):  # behind it are more ports that may keep a thread waiting
+            for name in names:
+                self._ask("DROP", name, peer).close()
 
     def close(self) -> None:
         if self._server is not None:
