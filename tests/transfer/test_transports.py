@@ -366,6 +366,31 @@ def test_a_client_cannot_have_many_ports_tried(monkeypatch: pytest.MonkeyPatch) 
     sender.close()
 
 
+def test_a_port_that_does_not_answer_is_tried_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each try holds a thread that other requests need, and clients choose how many there are."""
+    tried = []
+
+    def silent(address: Any, *_: Any) -> socket.socket:
+        tried.append(address)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    monkeypatch.setattr(tcp, "_AVOID_S", 0.3)
+    fetcher = make("kv_consumer", peers=["127.0.0.1:7001", "127.0.0.1:7100"])
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"timed out|not answered"):
+            fetcher.get(HEAD, "127.0.0.1:7001", 1 << 20)
+        fetcher.drop([HEAD, PART], "127.0.0.1:7001")
+    with pytest.raises(TimeoutError):
+        fetcher.get(HEAD, "127.0.0.1:7100", 1 << 20)
+    assert tried == [("127.0.0.1", 7001), ("127.0.0.1", 7100)]
+    time.sleep(0.3)
+    with pytest.raises(TimeoutError):
+        fetcher.get(HEAD, "127.0.0.1:7001", 1 << 20)
+
+
 @pytest.mark.parametrize("sent", [0, 3, 8, 1000])
 def test_an_engine_that_ends_meanwhile(sent: int) -> None:
     """The connection closes in the middle of a state."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from errno import ENOSPC
+from errno import EHOSTUNREACH, ENOSPC
 from io import BufferedReader
 from struct import Struct
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ _LENGTH = Struct("<Q")
 _NOTHING = (1 << 64) - 1
 _LINE = re.compile(rb"(GET|DROP) ([0-9a-f]{32}\.(?:head|\d{1,5}))\n")
 _CONNECT_S, _ASK_S, _IDLE_S = 3.0, 10.0, 30.0
+_AVOID_S = 10.0  # a port that has not answered: tickets of clients would keep all threads waiting
 _SLICE = 1 << 20  # a socket's timeout counts for a whole `sendall`
 _MOST_CONNECTIONS = 64
 
@@ -144,6 +145,7 @@ class TcpTransport:
     def __init__(self, settings: TransferSettings, place: int) -> None:
         self._peers, self._ttl_s = settings.peers, settings.ttl_s
         self._limit, self._wait_s = settings.limit_bytes, settings.wait_s
+        self._avoided: dict[Address, float] = {}  # ports that did not answer, until when
         self._server: _Server | None = None
         if settings.sends and (listen := settings.listen) is not None:
             self._server = _Server(listen._replace(port=listen.port + place))
@@ -193,8 +195,14 @@ class TcpTransport:
         """Connect to one of the configured engines, and to no other host."""
         host, port = self._peers[peer]
         part = name.rpartition(".")[2]
-        place = 0 if part == "head" else 1 + int(part)
-        connection = socket.create_connection((host, port + place), _CONNECT_S)
+        address = Address(host, port if part == "head" else port + 1 + int(part))
+        if time.monotonic() < self._avoided.get(address, 0.0):
+            raise OSError(EHOSTUNREACH, f"{host}:{address.port} has not answered just now")
+        try:
+            connection = socket.create_connection(address, _CONNECT_S)
+        except TimeoutError:
+            self._avoided[address] = time.monotonic() + _AVOID_S
+            raise
         try:
             connection.settimeout(self._wait_s)
             connection.sendall(f"{verb} {name}\n".encode())
