@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
+from vllm_pyramid.compat.chat_renderer import Template
 from vllm_pyramid.compat.input_processor import check_images, check_whole
 from vllm_pyramid.frontend.features import is_ours
 from vllm_pyramid.frontend.follow_sessions import SessionFollower
@@ -31,8 +32,6 @@ from vllm_pyramid.transfer.states import check_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
-
-    from vllm_pyramid.compat.chat_renderer import Template
 
 _logger = init_logger(f"vllm.{__name__}")
 
