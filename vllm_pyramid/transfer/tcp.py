@@ -56,6 +56,7 @@ class _Server(socketserver.ThreadingTCPServer):
     """
 
     allow_reuse_address, daemon_threads, block_on_close = True, True, False
+    request_queue_size = _MOST_CONNECTIONS  # what does not fit is lost for a second
 
     def __init__(self, address: Address) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
