@@ -418,6 +418,8 @@ def test_an_engine_that_says_nothing() -> None:
     fetcher = make("kv_consumer", peers=[name], wait_s=0.2)
     with pytest.raises(TimeoutError):
         fetcher.get(HEAD, name, 1 << 20)
+    with pytest.raises(OSError, match="has not answered just now"):
+        fetcher.get(HEAD, name, 1 << 20)
     listener.close()
 
 

@@ -225,8 +225,6 @@ class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         if (incoming := self._of_request.pop(request_id, None)) is None:
             return {}
-        if incoming.head is not None:
-            incoming.head.cancel()
         if not incoming.has_begun:  # else the workers read what would be dropped
             self._drop(incoming)
         loaded = incoming.is_loaded and not incoming.because

@@ -15,8 +15,8 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from errno import EHOSTUNREACH, ENOSPC
 from io import BufferedReader
 from struct import Struct
@@ -185,32 +185,33 @@ class TcpTransport:
     def drop(self, names: Sequence[str], peer: str) -> None:
         with suppress(OSError):  # behind it are more ports that may keep a thread waiting
             for name in names:
-                self._ask("DROP", name, peer).close()
+                with self._ask("DROP", name, peer):
+                    pass
 
     def close(self) -> None:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
-    def _ask(self, verb: str, name: str, peer: str) -> socket.socket:
-        """Connect to one of the configured engines, and to no other host."""
+    @contextmanager
+    def _ask(self, verb: str, name: str, peer: str) -> Iterator[socket.socket]:
+        """Ask one of the configured engines, and no other host.
+
+        OSError: it cannot be reached, or has not answered just now.
+        """
         host, port = self._peers[peer]
         part = name.rpartition(".")[2]
         address = Address(host, port if part == "head" else port + 1 + int(part))
         if time.monotonic() < self._avoided.get(address, 0.0):
             raise OSError(EHOSTUNREACH, f"{host}:{address.port} has not answered just now")
         try:
-            connection = socket.create_connection(address, _CONNECT_S)
+            with socket.create_connection(address, _CONNECT_S) as connection:
+                connection.settimeout(self._wait_s)
+                connection.sendall(f"{verb} {name}\n".encode())
+                yield connection
         except TimeoutError:
             self._avoided[address] = time.monotonic() + _AVOID_S
             raise
-        try:
-            connection.settimeout(self._wait_s)
-            connection.sendall(f"{verb} {name}\n".encode())
-        except OSError:
-            connection.close()
-            raise
-        return connection
 
 
 def _read(file: BufferedReader, count: int) -> memoryview:
