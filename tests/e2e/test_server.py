@@ -221,6 +221,19 @@ def test_two_front_ends(random_model: Path, tmp_path: Path) -> None:
                     _complete(client, str(random_model), **_xargs(**refused))
             with client_of(server) as client:
                 reports.append(_complete(client, str(random_model)).kv_transfer_params)
+        with client_of(server) as client:  # spans that a client has kept count, too
+            said = ("system", TEXT), ("user", TEXT[:450])
+            tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+            asked: Any = {
+                "messages": [{"role": role, "content": text} for role, text in said],
+                "tools": [tool],
+                "tool_choice": "none",
+            }
+            answer: Any = client.chat.completions.create(
+                model=str(random_model), max_tokens=4, **asked
+            )
+            reports.append(answer.kv_transfer_params)
+        assert "kv_keep" not in reports[-1] and reports[-1]["kv_template"].startswith("left out")
         metrics = _wait_until_idle(server)
         expected = (
             len(reports),

@@ -207,23 +207,31 @@ class Stub:
         return found
 
 
+def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The functions that the renderer's are wrapped in, by name."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(chat_renderer, "wrap", lambda _, name, new: made.setdefault(name, new))
+    chat_renderer.install(TemplateSpans())
+    return made
+
+
+def params(**own: Any) -> Any:
+    return SimpleNamespace(
+        chat_template_kwargs=own, get_apply_chat_template_kwargs=lambda: dict(own)
+    )
+
+
 def served(
     stub: Stub, messages: list[Any], monkeypatch: pytest.MonkeyPatch, **more: Any
 ) -> dict[str, Any]:
     """The prompt that the wrapped renderer returns for a chat with tools."""
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(chat_renderer, "wrap", lambda _, name, new: made.setdefault(name, new))
-    chat_renderer.install(TemplateSpans())
     own = {"tools": [{"name": "f"}], **more}
-    params = SimpleNamespace(
-        chat_template_kwargs=own, get_apply_chat_template_kwargs=lambda: dict(own)
-    )
 
     async def first(*_: Any) -> Any:
         return messages, {"prompt": render(CHATML, messages, **own)}
 
-    found = asyncio.run(made["render_messages_async"](first, stub, messages, params))
-    prompt: dict[str, Any] = found[1]
+    renders = install(monkeypatch)["render_messages_async"]
+    prompt: dict[str, Any] = asyncio.run(renders(first, stub, messages, params(**own)))[1]
     return prompt
 
 
@@ -251,24 +259,51 @@ def test_what_cannot_be_marked_is_served(
         served(Stub(None, fails), messages, monkeypatch)
 
 
-def test_marking_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_leave_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of the work waits here until the loop has answered another request."""
     settings = SimpleNamespace(keep_template=None, keep_tools=True)
     monkeypatch.setattr(ServedSettings, "of", lambda config: settings)
-    threads: list[int] = []
+    answered, waited = threading.Event(), []
 
-    class Seen(MarkedChat):
-        def __init__(self, *args: Any) -> None:
-            threads.append(threading.get_ident())
-            super().__init__(*args)
+    def slow(part: Callable[..., Any]) -> Callable[..., Any]:
+        def waits(*args: Any) -> Any:
+            answered.clear()
+            waited.append(answered.wait(1))
+            return part(*args)
 
-        def contents(self, marked: str, text: str) -> list[Content]:
-            threads.append(threading.get_ident())
-            return super().contents(marked, text)
+        return waits
 
-    monkeypatch.setattr(chat_template, "MarkedChat", Seen)
-    found = served(Stub(None), CHAT, monkeypatch)
-    assert len(found["vllm_pyramid_contents"]) == 4
-    assert len(threads) == 2 and threading.get_ident() not in threads
+    async def first(*_: Any) -> Any:
+        return CHAT, {"prompt": render(CHATML, CHAT, tools=[{"name": "f"}])}
+
+    async def tokenized(_: Any, prompt: Any) -> Any:
+        return {"prompt_token_ids": prompt["prompt_token_ids"]}
+
+    async def others() -> None:
+        while True:
+            answered.set()
+            await asyncio.sleep(0.001)
+
+    async def chat() -> Any:
+        made, stub, other = install(monkeypatch), Stub(None), asyncio.create_task(others())
+        _, prompt = await made["render_messages_async"](
+            first, stub, CHAT, params(tools=[{"name": "f"}])
+        )
+        size = len(prompt["prompt"])
+        prompt |= {"prompt_token_ids": [1] * size}
+        prompt["prompt_token_offsets"] = [(at, at + 1) for at in range(size)]
+        made_input = await made["_process_tokens_async"](tokenized, stub, prompt)
+        other.cancel()
+        return made_input
+
+    class Slow(MarkedChat):
+        __init__ = slow(MarkedChat.__init__)
+        contents = slow(MarkedChat.contents)
+
+    monkeypatch.setattr(chat_template, "MarkedChat", Slow)
+    monkeypatch.setattr(chat_template, "template_spans", slow(template_spans))
+    assert len(asyncio.run(chat())["vllm_pyramid_spans"]) == 10
+    assert waited == [True] * 3
 
 
 def test_keys_of_arguments_and_documents_are_content(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.frontend.test_sessions import FIRST, SECOND, THIRD, Front
+from vllm_pyramid.compat import request_bodies
 from vllm_pyramid.compat.request_bodies import Body
 from vllm_pyramid.frontend.follow_sessions import sessions_of
 from vllm_pyramid.frontend.http_settings import SettingsInHeaders
@@ -123,6 +125,16 @@ def test_names_that_clients_send_name_sessions_where_the_operator_says_so() -> N
     assert session(*AGENTS, settings=own) == "s", "the operator names it, not the request"
     hashed = {session("prompt_cache_key", names={"prompt_cache_key": key}) for key in ODD_NAMES}
     assert len(hashed) == len(ODD_NAMES) and all(map(is_session_name, hashed))
+
+
+def test_a_body_is_read_once_for_all_its_prompts() -> None:
+    """However many keys it has that vLLM does not know."""
+    read: list[Body] = []
+    checked = request_bodies._checked(read.append, beams=False)
+    one, other = (CompletionRequest(prompt=[[1], [2]], own=number) for number in (1, 2))
+    for body in (one, one, other, other, one):
+        assert checked(lambda self: self, body) is body
+    assert [body.unknown["own"] for body in read] == [1, 2, 1]
 
 
 def test_beams_have_no_settings() -> None:

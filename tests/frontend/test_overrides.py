@@ -51,6 +51,15 @@ def test_settings_travel_to_every_process() -> None:
         ({**POLICY, "kv_max_request_budget": "120%"}, "at most 100%"),
         ({**POLICY, "kv_max_request_budget": 0.5}, "is a float"),
         ({"kv_policy": "full", "kv_max_request_budget": 512}, "would have no effect"),
+        (
+            {
+                **POLICY,
+                "kv_max_request_budget": 512,
+                "kv_keep": "none",
+                "kv_request_overrides": "none",
+            },
+            "nothing by default",
+        ),
         ({"kv_request_overrides": "none"}, "kv_request_overrides without a kv_policy"),
         ({"kv_max_request_budget": 512}, "kv_max_request_budget without a kv_policy"),
         ({**POLICY, "kv_report_cached": 1}, "must be true or false, not 1"),

@@ -11,11 +11,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from tests.frontend.test_overrides import served
+from vllm_pyramid.compat.chat_renderer import Template
 from vllm_pyramid.frontend import sessions as module
 from vllm_pyramid.frontend.follow_sessions import sessions_of
 from vllm_pyramid.frontend.requests import PolicyRequestChecks
 from vllm_pyramid.frontend.sessions import NO_TENANT, Prompt, Sessions
 from vllm_pyramid.policy.limits import MAX_SESSION_NAME, MAX_TURNS
+from vllm_pyramid.policy.request import TEMPLATE_KEY
 from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 
@@ -196,12 +198,21 @@ class Front:
         self.checks = PolicyRequestChecks()
 
     def ask(
-        self, tokens: list[int], extra: dict[str, Any], salt: str | None = None, **changes: Any
+        self,
+        tokens: list[int],
+        extra: dict[str, Any],
+        salt: str | None = None,
+        spans: list[int] | None = None,
+        **changes: Any,
     ) -> SimpleNamespace:
-        """The engine's request; the client's own parameters stay as they are."""
+        """The engine's request, of a chat whose template has `spans`, if they are given.
+
+        The client's own parameters stay as they are.
+        """
+        template = None if spans is None else Template(spans, len(tokens))
         params = SamplingParams(max_tokens=8, extra_args=extra)
         before = dict(extra)
-        found, own = self.checks.before(self.processor, params, None, resumable=False)
+        found, own = self.checks.before(self.processor, params, template, resumable=False)
         assert params.extra_args == before
         request = SimpleNamespace(
             mm_features=None,
@@ -336,3 +347,24 @@ def test_the_front_end_answers_what_is_forbidden() -> None:
     front.ask(2 * prompt, {"kv_budget": 257})
     front.processor.model_config.is_mm_prefix_lm = False
     front.ask(prompt, {}, mm_features=["an image"])
+
+
+def test_templates_that_are_kept_by_default_count() -> None:
+    """A client decides how long they are; those that the operator asks for stay."""
+    prompt, short, long = [1] * 4000, [0, 500], [0, 500, 600, 900]
+
+    def kept(spans: list[int], extra: dict[str, Any], **settings: Any) -> Any:
+        front = Front(kv_max_request_budget="25%", **settings)
+        return front.ask(prompt, extra, spans=spans).sampling_params.extra_args[TEMPLATE_KEY]
+
+    assert kept(short, {}) == short, "500 tokens, and 12 % of 3500"
+    assert kept(long, {}) is None
+    assert kept(short, {"kv_budget": "25%"}) is None
+    assert kept(short, {"kv_keep": [1000, 1200]}) is None
+    turns = {"kv_session": "a"}
+    assert kept(long, turns) == long, "of which turns keep the first span"
+    assert kept([0, 900], turns) is None
+    assert kept(long, {}, kv_keep="template") == long
+    assert kept([0, 3000], {}, kv_request_overrides="none") is None
+    with pytest.raises(VLLMValidationError, match=r"keep 1040 of 4000 .* allows 1000 "):
+        kept(short, {"kv_budget": "26%"})

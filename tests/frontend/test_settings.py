@@ -271,7 +271,7 @@ def test_the_application_of_a_request() -> None:
             check_request(served, params)
     for nothing in ("", None):
         assert RequestKeys.parse({"kv_application": nothing}) == RequestKeys()
-    for wrong in (3, ["mail"], "x" * 257):
+    for wrong in (3, ["mail"], "x" * 257, "half \ud83d"):
         with pytest.raises(ValueError, match="must be a name of at most 256 characters"):
             RequestKeys.parse({"kv_application": wrong})
     with pytest.raises(ValueError, match="did you mean 'kv_application'"):

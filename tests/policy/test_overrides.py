@@ -198,8 +198,8 @@ def test_limits_without_effect(
     allowed: tuple[str, ...], policy: str, budget: str | None, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        RequestOverrides(allowed, 512).check_policy(load_policy(policy, budget))
-    RequestOverrides(allowed).check_policy(load_policy(policy, budget))
+        RequestOverrides(allowed, 512).check_policy(load_policy(policy, budget), keeps_tools=False)
+    RequestOverrides(allowed).check_policy(load_policy(policy, budget), keeps_tools=False)
 
 
 def test_turns_do_not_raise_what_a_prompt_holds() -> None:

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+from vllm_pyramid.policy.request import TEMPLATE_KEY
 
 pytestmark = pytest.mark.cpu
 
@@ -110,6 +111,19 @@ def test_images_whose_tokens_attend_both_ways(monkeypatch: pytest.MonkeyPatch) -
     model = SimpleNamespace(is_mm_prefix_lm=True)
     monkeypatch.setattr(engine.scheduler.pyramid.planner, "_model_config", model)
     engine.check_refused(request)
+
+
+def test_a_template_that_the_limit_leaves_out_is_reported() -> None:
+    """It comes with the request, from the front end that has left it out."""
+    engine, reports = Engine(), []
+    for name, template in (("kept", [0, 8]), ("left out", None)):
+        request = make_request(name, 40, 4, {TEMPLATE_KEY: template})
+        engine.scheduler.add_request(request)
+        reports.append(engine.scheduler.report_of(request))
+    kept, left_out = reports
+    assert kept["kv_keep"] == [0, 8] and "kv_template" not in kept
+    assert "kv_keep" not in left_out
+    assert left_out["kv_template"] == "left out: it exceeds --kv-max-request-budget"
 
 
 @pytest.mark.parametrize("reports_cached", [True, False])

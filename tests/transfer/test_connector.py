@@ -58,7 +58,7 @@ class Failing:
     def get(self, name: str, peer: str, largest: int) -> memoryview | None:
         raise self._error
 
-    def drop(self, name: str, peer: str) -> None: ...
+    def drop(self, names: Sequence[str], peer: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -111,6 +111,7 @@ def test_blocks_go_from_one_cache_into_another(folder: FolderTransport) -> None:
 def test_blocks_may_come_later_than_they_are_waited_for(folder: FolderTransport) -> None:
     sender, source = worker(folder, 0)
     fetcher, target = worker(folder, 1)
+    STATE.put_head(folder, 5)
     fetcher.start(TransferOrders(fetched=[BlockOrder("d", STATE, [1])]))
     time.sleep(0.05)
     sender.start(TransferOrders(sent=[BlockOrder("p", STATE, [4])]))
@@ -161,10 +162,23 @@ def test_a_part_that_finds_no_room_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_what_never_comes_is_given_up(folder: FolderTransport) -> None:
     found, _ = worker(folder, 0, rank=1)
+    STATE.put_head(folder, 5)
     begun = time.monotonic()
     found.start(TransferOrders(fetched=[BlockOrder("d", STATE, [4])]))
     assert results(found).failed_recving == {"d"}
     assert time.monotonic() - begun > 0.2
+
+
+def test_what_was_dropped_is_not_waited_for(folder: FolderTransport) -> None:
+    """Requests with one ticket would else hold all threads, one after the other."""
+    fetcher = WorkerTransfers(folder, 0, 1, 2, wait_s=60.0)
+    fetcher.bind(torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), 2, PAGE // 2)
+    STATE.put_head(folder, 5)
+    fetcher.start(TransferOrders(fetched=[BlockOrder("d", STATE, [4])]))
+    time.sleep(0.05)
+    assert not fetcher.results().finished_recving, "its part may still come"
+    folder.drop(STATE.ticket.names, "")
+    assert results(fetcher).failed_recving == {"d"}
 
 
 def share(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ class Memory:
             raise DamagedFileError("it is too large")
         return None if found is None else memoryview(found)
 
-    def drop(self, name: str, peer: str) -> None: ...
+    def drop(self, names: Sequence[str], peer: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -70,12 +71,14 @@ def part_of(
 
 def test_what_is_put_is_fetched(memory: Memory) -> None:
     assert [*memory.held] == [STATE.ticket.names[0], STATE.ticket.names[2]]
-    assert STATE.fetch_head(memory) == 70_000
+    assert STATE.fetch_head(memory, 2**17) == 70_000
     found = part_of(memory)
     assert found is not None
     assert bytes(found) == BLOCKS
     assert STATE.fetch(memory, 0, STATE.part(0, 8, LAYOUT), len(BLOCKS)) is None
-    assert STATE.fetch_head(Memory()) is None
+    assert STATE.fetch_head(Memory(), 2**17) is None
+    with pytest.raises(DamagedFileError, match="first token is 70000, and there are 70000"):
+        STATE.fetch_head(memory, 70_000)
 
 
 def test_any_change_or_cut_is_noticed(memory: Memory) -> None:
@@ -89,7 +92,7 @@ def test_any_change_or_cut_is_noticed(memory: Memory) -> None:
         for other in (*others, data + b"x"):
             memory.held[name] = other
             with pytest.raises(DamagedFileError):
-                STATE.fetch_head(memory) if name.endswith("head") else part_of(memory)
+                STATE.fetch_head(memory, 2**17) if name.endswith("head") else part_of(memory)
 
 
 def test_another_version_is_not_read(memory: Memory) -> None:
@@ -98,7 +101,7 @@ def test_another_version_is_not_read(memory: Memory) -> None:
     data[12] += 1
     memory.held[STATE.ticket.name("head")] = bytes(data)
     with pytest.raises(DamagedFileError, match="another format"):
-        STATE.fetch_head(memory)
+        STATE.fetch_head(memory, 2**17)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +127,11 @@ def test_another_head_is_refused(memory: Memory) -> None:
         STATE._replace(ticket=STATE.ticket._replace(ranks=3)),
     ):
         with pytest.raises(MismatchError):
-            other.fetch_head(memory)
+            other.fetch_head(memory, 2**17)
     name = STATE.ticket.name("head")
     memory.held["f" * 32 + ".head"] = memory.held[name]
     with pytest.raises(MismatchError):
-        STATE._replace(ticket=Ticket("f" * 32, "", 2)).fetch_head(memory)
+        STATE._replace(ticket=Ticket("f" * 32, "", 2)).fetch_head(memory, 2**17)
 
 
 def test_blocks_of_another_size_are_refused(memory: Memory) -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from tests.plumbing.server import free_ports
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
 from vllm_pyramid.transfer import tcp
 from vllm_pyramid.transfer.settings import TransferSettings
+from vllm_pyramid.transfer.states import Ticket
 from vllm_pyramid.transfer.tcp import TcpTransport
 from vllm_pyramid.transfer.transport import Transport, make_transport
 
@@ -147,9 +149,9 @@ def test_what_is_put_is_got_until_it_is_dropped(pair: Any) -> None:
         found = fetcher.get(PART, name, 1 << 20)
         assert bytes(found) == CONTENT
         assert not found.readonly, "tensors are made of it"
-    fetcher.drop(PART, name)
+    fetcher.drop([PART], name)
     until(lambda: fetcher.get(PART, name, 1 << 20) is None)
-    fetcher.drop(PART, name)  # it is gone
+    fetcher.drop([PART], name)  # it is gone
 
 
 def test_what_is_too_large_is_not_read(pair: Any) -> None:
@@ -171,7 +173,7 @@ def test_there_is_a_limit(pair: Any) -> None:
     sender.put(PART, PIECES)
     with pytest.raises(OSError, match=r"of (the )?150000( bytes)? at most"):
         sender.put(f"{STATE}.1", PIECES)
-    fetcher.drop(PART, name)
+    fetcher.drop([PART], name)
     until(lambda: fetcher.get(PART, name, 1 << 20) is None)
     sender.put(PART, PIECES)
 
@@ -282,6 +284,58 @@ def test_a_slow_reader_gets_the_whole_part(
     assert time.monotonic() - started > 1, "it was faster than the limit"
 
 
+def open_idle(port: int, stack: ExitStack, number: int) -> list[socket.socket]:
+    """Connections that say nothing."""
+    address = "127.0.0.1", port
+    made = [socket.create_connection(address, 5) for _ in range(number)]
+    for connection in made:
+        stack.enter_context(connection)
+    return made
+
+
+def test_connections_that_say_nothing_give_way(server: tuple[Transport, int]) -> None:
+    """To those that ask, the oldest first; one that waits for its answer does not."""
+    sender, port = server
+    size = 1 << 24
+    sender.put(PART, [memoryview(bytes(size))])
+    with ExitStack() as stack:
+        (slow,) = open_idle(port, stack, 1)
+        slow.sendall(f"GET {PART}\n".encode())
+        assert slow.recv(8, socket.MSG_WAITALL) == size.to_bytes(8, "little")
+        idle = open_idle(port, stack, tcp._MOST_CONNECTIONS)
+        for _ in range(3):
+            assert ask(port, f"GET {HEAD}\n".encode())[8:] == CONTENT
+        assert idle[0].recv(1) == b""
+        idle[-1].sendall(f"GET {HEAD}\n".encode())
+        assert idle[-1].recv(8, socket.MSG_WAITALL) == len(CONTENT).to_bytes(8, "little")
+        taken = 0
+        while data := slow.recv(1 << 20):
+            taken += len(data)
+        assert taken == size
+
+
+def test_a_line_has_to_come_in_time(
+    server: tuple[Transport, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a whole: single bytes buy no more time."""
+    monkeypatch.setattr(tcp, "_ASK_S", 0.2)
+    _, port = server
+    with ExitStack() as stack:
+        (slow,) = open_idle(port, stack, 1)
+        slow.settimeout(0.1)
+        end = time.monotonic() + 5
+        while True:
+            assert time.monotonic() < end, "it was not closed"
+            try:
+                slow.sendall(b"G")
+                if slow.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+
+
 def test_an_engine_asks_its_peers_alone(server: tuple[Transport, int]) -> None:
     """Tickets name peers; a name that is not configured is a mistake of the caller."""
     _, port = server
@@ -290,7 +344,51 @@ def test_an_engine_asks_its_peers_alone(server: tuple[Transport, int]) -> None:
         fetcher.get(HEAD, f"127.0.0.1:{port}", 1 << 20)
     with pytest.raises(OSError, match=r"refused|Connection"):
         fetcher.get(HEAD, "127.0.0.1:1", 1 << 20)
-    fetcher.drop(HEAD, "127.0.0.1:1")  # nobody hears it
+    fetcher.drop([HEAD], "127.0.0.1:1")  # nobody hears it
+
+
+def test_a_client_cannot_have_many_ports_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket says how many ranks there are; each unanswered port keeps a thread waiting."""
+    port, tried = free_ports(3), []
+    sender = make("kv_producer", listen=f"127.0.0.1:{port}")
+    sender.put(HEAD, PIECES)
+    connect = socket.create_connection
+
+    def noted(address: Any, *more: Any) -> socket.socket:
+        tried.append(address[1] - port)
+        return connect(address, *more)
+
+    monkeypatch.setattr(socket, "create_connection", noted)
+    fetcher = make("kv_consumer", peers=[f"127.0.0.1:{port}"])
+    fetcher.drop(Ticket(STATE, f"127.0.0.1:{port}", 256).names, f"127.0.0.1:{port}")
+    assert tried == [0, 1]
+    until(lambda: fetcher.get(HEAD, f"127.0.0.1:{port}", 1 << 20) is None)
+    sender.close()
+
+
+def test_a_port_that_does_not_answer_is_tried_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each try holds a thread that other requests need, and clients choose how many there are."""
+    tried = []
+
+    def silent(address: Any, *_: Any) -> socket.socket:
+        tried.append(address)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    monkeypatch.setattr(tcp, "_AVOID_S", 0.3)
+    fetcher = make("kv_consumer", peers=["127.0.0.1:7001", "127.0.0.1:7100"])
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"timed out|not answered"):
+            fetcher.get(HEAD, "127.0.0.1:7001", 1 << 20)
+        fetcher.drop([HEAD, PART], "127.0.0.1:7001")
+    with pytest.raises(TimeoutError):
+        fetcher.get(HEAD, "127.0.0.1:7100", 1 << 20)
+    assert tried == [("127.0.0.1", 7001), ("127.0.0.1", 7100)]
+    time.sleep(0.3)
+    with pytest.raises(TimeoutError):
+        fetcher.get(HEAD, "127.0.0.1:7001", 1 << 20)
 
 
 @pytest.mark.parametrize("sent", [0, 3, 8, 1000])
@@ -319,6 +417,8 @@ def test_an_engine_that_says_nothing() -> None:
     name = f"127.0.0.1:{listener.getsockname()[1]}"
     fetcher = make("kv_consumer", peers=[name], wait_s=0.2)
     with pytest.raises(TimeoutError):
+        fetcher.get(HEAD, name, 1 << 20)
+    with pytest.raises(OSError, match="has not answered just now"):
         fetcher.get(HEAD, name, 1 << 20)
     listener.close()
 
@@ -369,7 +469,7 @@ def test_an_empty_part_takes_no_memory(nixl_pair: Any) -> None:
     assert bytes(fetcher.get(PART, name, 1 << 20)) == CONTENT
     with pytest.raises(DamagedFileError):
         fetcher.get(empty, name, 1 << 20)
-    fetcher.drop(empty, name)
+    fetcher.drop([empty], name)
     until(lambda: fetcher.get(empty, name, 1 << 20) is None)
     assert list(sender._memory._ends) == [0]
 
@@ -382,7 +482,7 @@ def test_ranges_of_memory_are_used_again(nixl_pair: Any) -> None:
         sender.put(part, [memoryview(bytes([number]) * len(CONTENT))])
     with pytest.raises(OSError, match="at most"):
         sender.put(parts[3], PIECES)
-    fetcher.drop(parts[1], name)
+    fetcher.drop([parts[1]], name)
     until(lambda: fetcher.get(parts[1], name, 1 << 20) is None)
     sender.put(parts[3], PIECES)
     found = [bytes(fetcher.get(part, name, 1 << 20)) for part in (parts[0], parts[2], parts[3])]

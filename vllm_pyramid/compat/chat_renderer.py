@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
@@ -53,9 +53,18 @@ class ChatSpans(Protocol):
         """Return the spans to keep, from the characters of each token."""
 
 
-def spans_of(prompt: Any) -> list[int] | None:
-    """Return the spans of a prompt that vLLM has rendered; None if it is no such chat."""
-    return prompt.get(_SPANS) if isinstance(prompt, Mapping) else None
+class Template(NamedTuple):
+    """The spans of a chat's template, and the tokens of the whole prompt."""
+
+    spans: list[int]
+    prompt_tokens: int
+
+
+def template_of(prompt: Any) -> Template | None:
+    """Return the template of a prompt that vLLM has rendered; None if its spans are not kept."""
+    if not isinstance(prompt, Mapping) or _SPANS not in prompt:
+        return None
+    return Template(prompt[_SPANS], len(prompt["prompt_token_ids"]))
 
 
 def why_no_renderer(model_config: Any) -> str | None:
@@ -154,9 +163,7 @@ def install(spans: ChatSpans) -> None:
     def new_wants_offsets(wants_offsets: Any, self: Any, prompt: Any, params: Any) -> Any:
         return _CONTENTS in prompt or wants_offsets(self, prompt, params)
 
-    def add_spans(self: Any, prompt: Any, engine_input: Any) -> Any:
-        if (contents := prompt.get(_CONTENTS)) is None:
-            return engine_input
+    def add_spans(self: Any, prompt: Any, engine_input: Any) -> None:
         offsets, tokens = prompt["prompt_token_offsets"], prompt["prompt_token_ids"]
         with giving_up(self.config):
             if len(offsets) != len(tokens):
@@ -165,14 +172,19 @@ def install(spans: ChatSpans) -> None:
                     f"tokenizer, which made {len(offsets)}: do not pad prompts",
                     parameter="messages",
                 )
-            engine_input[_SPANS] = spans.spans(self.config, contents, offsets)
-        return engine_input
+            engine_input[_SPANS] = spans.spans(self.config, prompt[_CONTENTS], offsets)
 
     def process_tokens(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:
-        return add_spans(self, prompt, process(self, prompt, **kwargs))
+        engine_input = process(self, prompt, **kwargs)
+        if _CONTENTS in prompt:
+            add_spans(self, prompt, engine_input)
+        return engine_input
 
     async def process_tokens_async(process: Any, self: Any, prompt: Any, **kwargs: Any) -> Any:
-        return add_spans(self, prompt, await process(self, prompt, **kwargs))
+        engine_input = await process(self, prompt, **kwargs)
+        if _CONTENTS in prompt:
+            await make_async(add_spans, self._executor)(self, prompt, engine_input)
+        return engine_input
 
     new: dict[str, Any] = {
         "__init__": new_init,

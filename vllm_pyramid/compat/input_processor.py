@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_pyramid.compat.chat_renderer import spans_of
+from vllm_pyramid.compat.chat_renderer import Template, template_of
 from vllm_pyramid.compat.wrap import wrap
 
 
@@ -21,11 +21,11 @@ class RequestChecks(Protocol):
     """Checks of requests, called in turn; a VLLMValidationError is answered with status 400."""
 
     def before(
-        self, processor: InputProcessor, params: Any, template: list[int] | None, *, resumable: bool
+        self, processor: InputProcessor, params: Any, template: Template | None, *, resumable: bool
     ) -> tuple[Any, Any]:
         """Check the parameters before the prompt is tokenised.
 
-        `template` has the spans of a chat's template that the server keeps; None for other prompts.
+        `template` is that of a chat of which the server keeps it; None for other prompts.
         Returns what goes to `after`, and the parameters with which the request goes on.
         """
 
@@ -75,7 +75,7 @@ def install(checks: RequestChecks) -> None:
         resumable: bool = False,
         **kwargs: Any,
     ) -> Any:
-        found, params = checks.before(self, params, spans_of(prompt), resumable=resumable)
+        found, params = checks.before(self, params, template_of(prompt), resumable=resumable)
         request = process_inputs(
             self, request_id, prompt, params, *args, resumable=resumable, **kwargs
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 from vllm.exceptions import VLLMValidationError
 
@@ -74,11 +75,17 @@ def _check_messages(check: BodyCheck) -> None:
 
 
 def _checked(check: BodyCheck, *, beams: bool) -> Callable[..., Any]:
+    last: ref[Any] | None = None
+
     def checked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        unknown, xargs = self.model_extra or {}, getattr(self, "vllm_xargs", None) or {}
-        names = {name: getattr(self, name, None) or unknown.get(name) for name in BODY_NAMES}
-        names[SESSION_ID] = names[SESSION_ID] or xargs.get(SESSION_ID)  # vLLM reads it there, too
-        check(Body(unknown, xargs, names, beams))
+        nonlocal last
+        if last is None or last() is not self:  # once for all prompts of a body
+            unknown, xargs = self.model_extra or {}, getattr(self, "vllm_xargs", None) or {}
+            names = {name: getattr(self, name, None) or unknown.get(name) for name in BODY_NAMES}
+            # vLLM reads it there, too.
+            names[SESSION_ID] = names[SESSION_ID] or xargs.get(SESSION_ID)
+            check(Body(unknown, xargs, names, beams))
+            last = ref(self)
         return original(self, *args, **kwargs)
 
     return checked

@@ -67,9 +67,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "kv_max_request_budget": {
         "metavar": "N|P%%",
         "help": "The most that a request's kv_budget, kv_min_tokens, kv_policy or kv_keep may have "
-        "its prompt keep: a number of tokens, or a percentage of the prompt. What the server keeps "
-        "of it by itself is always allowed, and what --kv-keep protects counts beside the limit. "
-        "Default: no limit.",
+        "its prompt keep: a number of tokens, or a percentage of the prompt. What the server's "
+        "policy keeps of it is always allowed. Chats with tools keep their templates only within "
+        "the limit; what --kv-keep template protects counts beside it. Default: no limit.",
     },
     "kv_keep": {
         "metavar": "template[+N]|none",

@@ -38,7 +38,7 @@ class HttpSettings:
 
     Attributes:
         given: values of headers, by key of `vllm_xargs`. mistake: what is wrong with them, or None.
-        names: what names a session, by its source: in headers, then in the body.
+        names: sessions by the source that names them: headers, then the body.
         client: which of the server's API keys it has; empty where there is only one.
         alone: whether no session may follow it: its beams would be turns.
     """
@@ -92,7 +92,7 @@ class SettingsInHeaders:
             if name.startswith(_PREFIX):
                 found.mistake = found.mistake or _take(name, value, found.given)
             elif (source := self._sources.get(name)) is not None and value:
-                found.names.setdefault(source, value)
+                found.names.setdefault(source, _session_name(value))
             elif name == "authorization" and self._api_keys:
                 api_key = value.partition(" ")[2]
                 if api_key in self._api_keys:
@@ -149,8 +149,7 @@ def with_session(params: Any, session_from: Sequence[str]) -> Any:
     """Return a request's parameters with the session that its client names anyway.
 
     It is left out where the request names one itself, carries its turns, keeps everything, asks for
-    `prompt_logprobs`, or is a beam search. The client may not know that the name counts here, so
-    one that cannot be a session's is not refused: its hash is the name.
+    `prompt_logprobs`, or is a beam search.
     """
     settings = current()
     if settings is None or settings.alone or not settings.names:
@@ -163,12 +162,20 @@ def with_session(params: Any, session_from: Sequence[str]) -> Any:
     source = next((source for source in session_from if source in settings.names), None)
     if source is None:
         return params
-    name = settings.names[source]
-    if not is_session_name(name):
-        name = f"sha256:{sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
     params = copy.copy(params)
-    params.extra_args = {**extra, "kv_session": name}
+    params.extra_args = {**extra, "kv_session": settings.names[source]}
     return params
+
+
+def _session_name(given: str) -> str:
+    """Return the session that a client names anyway.
+
+    The client may not know that the name counts here, so one that cannot be a session's is not
+    refused: its hash is the name.
+    """
+    if is_session_name(given):
+        return given
+    return f"sha256:{sha256(given.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def read_body(names: Mapping[str, Any], *, beams: bool) -> None:
@@ -178,4 +185,5 @@ def read_body(names: Mapping[str, Any], *, beams: bool) -> None:
     settings.alone = beams
     for source in BODY_NAMES:
         if isinstance(value := names.get(source), str) and value:
-            settings.names[source] = value  # as in vLLM, the body comes before the header
+            # As in vLLM, the body comes before the header.
+            settings.names[source] = _session_name(value)

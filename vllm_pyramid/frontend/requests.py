@@ -10,9 +10,11 @@ from weakref import WeakKeyDictionary
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
+from vllm_pyramid.compat.chat_renderer import Template
 from vllm_pyramid.compat.input_processor import check_images, check_whole
 from vllm_pyramid.frontend.features import is_ours
 from vllm_pyramid.frontend.follow_sessions import SessionFollower
@@ -30,6 +32,8 @@ from vllm_pyramid.transfer.states import check_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
+
+_logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass
@@ -64,9 +68,11 @@ class PolicyRequestChecks:
         return engine
 
     def before(
-        self, processor: InputProcessor, params: Any, template: list[int] | None, *, resumable: bool
+        self, processor: InputProcessor, params: Any, template: Template | None, *, resumable: bool
     ) -> tuple[ServedRequest | None, Any]:
         """Check the request's own settings, and add the spans of its template.
+
+        Spans that are kept without `--kv-keep` are left out where they exceed the operator's limit.
 
         Returns:
             The policy and budget of the request, or None if it has no policy; and its parameters.
@@ -95,9 +101,22 @@ class PolicyRequestChecks:
                 params = engine.shadow.begin(params)
             if template is not None:
                 params = copy.copy(params)  # the object may be the client's
-                params.extra_args = {**(params.extra_args or {}), TEMPLATE_KEY: template}
-            reason, mode = settings.why_no_turns, settings.turn_mode
-            return check_request(settings.policy, params, reason, mode), params
+                params.extra_args = {**(params.extra_args or {}), TEMPLATE_KEY: template.spans}
+            policy, reason, mode = settings.policy, settings.why_no_turns, settings.turn_mode
+            found = check_request(policy, params, reason, mode)
+            if (
+                template is not None
+                and settings.keep_template is None
+                and settings.overrides.lacks_room(found, policy, template.prompt_tokens)
+            ):
+                params.extra_args[TEMPLATE_KEY] = None
+                found = check_request(policy, params, reason, mode)
+                _logger.warning_once(
+                    "a chat with tools does not keep its template, with which it would exceed "
+                    "--kv-max-request-budget %s; --kv-keep template keeps it beside the limit",
+                    settings.overrides.max_budget,
+                )
+            return found, params
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 

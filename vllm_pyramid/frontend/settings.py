@@ -170,7 +170,7 @@ class KVSettings:
                 '--kv-policy-args \'{"values": "host"}\''
             )
         else:
-            self._overrides.check_policy(self._loaded_policy)
+            self._overrides.check_policy(self._loaded_policy, keeps_tools=self._keeps_tools)
         share = parse_share(self.kv_shadow, "kv_shadow")
         if share is not None or self.kv_shadow_floor is not None:
             check_shadow(share, self._loaded_policy, self._overrides)
@@ -244,6 +244,11 @@ class KVSettings:
         limit = self.kv_max_request_budget
         return RequestOverrides(OVERRIDES if allowed is None else tuple(allowed), limit)
 
+    @property
+    def _keeps_tools(self) -> bool:
+        policy = self._loaded_policy
+        return self.kv_keep is None and policy.evicts and not refusal_of(policy, _KEEPS)
+
     def policy(self) -> Policy | None:
         """Return the served policy, loaded once; None if the plugin stays inert."""
         return None if self.kv_policy == NO_POLICY else self._loaded_policy
@@ -273,7 +278,7 @@ class KVSettings:
             overrides=self._overrides,
             reports_cached=self.kv_report_cached,
             keep_template=parse_keep(self.kv_keep),
-            keep_tools=self.kv_keep is None and policy.evicts and not refusal_of(policy, _KEEPS),
+            keep_tools=self._keeps_tools,
             host_cache_bytes=bytes_of(self.kv_host_cache),
             host_cache_dir=self.kv_host_cache_dir,
             host_cache_dir_bytes=bytes_of(self.kv_host_cache_dir_gib),

@@ -60,8 +60,8 @@ class RequestOverrides:
 
     Attributes:
         allowed: settings that requests may give, from `OVERRIDES`.
-        max_budget: the most that a request may have its prompt keep, in tokens or as a share; what
-            the server keeps by itself is always allowed. None: no limit.
+        max_budget: the most that a request may have its prompt keep, in tokens or as a share, or
+            what the served policy keeps of it, if that is more. None: no limit.
     """
 
     allowed: tuple[str, ...] = OVERRIDES
@@ -71,8 +71,11 @@ class RequestOverrides:
     def _limit(self) -> Budget | None:
         return None if self.max_budget is None else Budget.parse(self.max_budget)
 
-    def check_policy(self, policy: Policy) -> None:
-        """Raise ValueError for a limit that can have no effect on the served policy."""
+    def check_policy(self, policy: Policy, *, keeps_tools: bool) -> None:
+        """Raise ValueError for a limit that can have no effect on the served policy.
+
+        `keeps_tools` says whether chats with tools keep their templates without `--kv-keep`.
+        """
         if self._limit is None:
             return
         reason = None
@@ -80,9 +83,10 @@ class RequestOverrides:
             reason = f"policy {policy.name!r} keeps every token"
         elif policy.budget.percent == 100:
             reason = f"the budget of policy {policy.name!r} is 100% already"
-        elif not _RAISES_KEPT.intersection(self.allowed):
+        elif not keeps_tools and not _RAISES_KEPT.intersection(self.allowed):
             reason = (
-                "kv_request_overrides lets no request change its policy, budget, floor or spans"
+                "kv_request_overrides lets no request change its policy, budget, floor or spans, "
+                "and chats with tools keep nothing by default"
             )
         if reason is not None:
             raise ValueError(f"kv_max_request_budget would have no effect: {reason}; leave it out")
@@ -107,6 +111,12 @@ class RequestOverrides:
                 "(--kv-request-overrides): leave it out"
             )
 
+    def lacks_room(self, served: ServedRequest, policy: Policy, prompt_len: int) -> bool:
+        """Return whether a prompt keeps more than the limit, its template's spans included."""
+        if self._limit is None or policy.schedule.keeps_prompts:
+            return False
+        return self._over(served, policy, prompt_len, ()) is not None
+
     def check_kept(
         self,
         served: ServedRequest,
@@ -118,8 +128,9 @@ class RequestOverrides:
         """Raise ValueError for a request that would keep more than the operator allows.
 
         A prompt may keep what the server (`policy`) keeps of it by itself, or `max_budget` if that
-        is more, beside the spans that the server protects. `layers` are those that evict; None
-        where only the scheduler knows them, which then checks what a prompt holds behind its turns.
+        is more, beside its template's spans, which the front end has left out where they count and
+        `lacks_room`. `layers` are those that evict; None where only the scheduler knows them, which
+        then checks what a prompt holds behind its turns.
         """
         if self._limit is None:
             return
@@ -129,10 +140,8 @@ class RequestOverrides:
         if policy.schedule.keeps_prompts:
             lengths, served = [max_tokens], served._replace(keep=(), template=())
         for length in lengths:
-            kept = _kept(served.policy, served.budget, length, served.keep)
-            usual = _kept(policy, None, length, served.template)
-            most = max(usual, _limited(policy, self._limit, length, served.template))
-            if kept > most:
+            if (over := self._over(served, policy, length, served.template)) is not None:
+                kept, most, usual = over
                 spans = served.protected_tokens(length)
                 theirs = f", {spans} of them for its spans" if spans else ""
                 template = beside_budget(served.template, length, policy)
@@ -145,6 +154,19 @@ class RequestOverrides:
                 )
         if served.resumed_turns and layers is not None:
             self._check_held(served, policy, prompt_len, layers, self._limit)
+
+    def _over(
+        self, served: ServedRequest, policy: Policy, length: int, beside: Spans
+    ) -> tuple[int, int, int] | None:
+        """Return what a sequence keeps, may keep, and keeps by the server's policy; None if it may.
+
+        The last two count the spans of `beside`.
+        """
+        assert self._limit is not None
+        kept = _kept(served.policy, served.budget, length, served.keep)
+        usual = _kept(policy, None, length, beside)
+        most = max(usual, _limited(policy, self._limit, length, beside))
+        return (kept, most, usual) if kept > most else None
 
     def _check_held(
         self, served: ServedRequest, policy: Policy, prompt_len: int, layers: Layers, limit: Budget

@@ -29,7 +29,8 @@ FULL_POLICY = "full"
 KEEP_EVERYTHING = {"kv_policy": FULL_POLICY}
 # The scheduler adds this key to a request for the workers: an allocator in place of the policy's.
 ALLOCATOR_KEY = "vllm_pyramid_allocator"
-# The front end adds this key to a chat: the spans of its template that the server keeps.
+# The front end adds this key to a chat: the spans of its template that the server keeps, or None if
+# the operator's limit has no room for them.
 TEMPLATE_KEY = "vllm_pyramid_keep"
 # What requests cannot have together, whatever the policy.
 TOGETHER = refusals(
@@ -55,6 +56,7 @@ class ServedRequest(NamedTuple):
         budget: the request's own, perhaps with its own floor; None: the policy's.
         keep: spans that stay in every layer and head, in order and apart: the request's own, and
             those of a chat's template (`--kv-keep`). template: the template's alone.
+        leaves_out_template: whether the operator's limit has no room for a template.
         exact: whether the prompt keeps what it would keep if it had no turns (`EXACT`).
         auto: whether the scheduler may leave earlier turns out (`AUTO_MODE`).
         why_exact: why a turn in `AUTO_MODE` can only be exact; empty if it has a choice.
@@ -72,6 +74,7 @@ class ServedRequest(NamedTuple):
     error: str | None = None
     session: str | None = None
     template: Spans = ()
+    leaves_out_template: bool = False
     why_exact: str = ""
 
     @property
@@ -242,6 +245,8 @@ def with_template(served: ServedRequest, extra_args: Mapping[str, Any] | None) -
     """
     if not extra_args or TEMPLATE_KEY not in extra_args:
         return served
+    if extra_args[TEMPLATE_KEY] is None:
+        return served._replace(leaves_out_template=True)
     spans = parse_spans(extra_args[TEMPLATE_KEY], "the chat's template")
     used = () if served.resumed_turns is None else (Feature.KV_TURNS,)
     if why_not((*TOGETHER, *served.policy.refusals), Feature.INNER_SPANS, used) is not None:

@@ -27,6 +27,7 @@ REQUEST_KEYS = (
 # KV of the whole prompt, evicted again as if it had never been; or as it computes fewer tokens.
 AUTO_MODE, RESUME, EXACT = "auto", "resume", "exact"
 TURN_MODES = (AUTO_MODE, RESUME, EXACT)
+_HALVES = re.compile("[\ud800-\udfff]")  # which no metric and no JSON answer can write
 _SESSION = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@/+=~-]{{0,{MAX_SESSION_NAME - 1}}}")
 
 
@@ -73,10 +74,11 @@ class RequestKeys:
         application = extra_args.get("kv_application")
         if application is None:
             application = ""
-        if not isinstance(application, str) or len(application) > MAX_NAME:
+        is_name = isinstance(application, str) and not _HALVES.search(application[:MAX_NAME])
+        if not is_name or len(application) > MAX_NAME:
             raise ValueError(
-                f"kv_application of a request must be a name of at most {MAX_NAME} characters, not "
-                f"{quoted(application)}"
+                f"kv_application of a request must be a name of at most {MAX_NAME} characters, "
+                f"none of them half a surrogate pair, not {quoted(application)}"
             )
         top_n = extra_args.get("kv_top_n")
         if top_n is not None and not (type(top_n) is int and 1 <= top_n <= MAX_TOP_N):

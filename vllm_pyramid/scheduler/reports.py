@@ -208,6 +208,8 @@ class Reports:
         if served.keep:
             report["kv_keep"] = flat(served.keep)
             report["protected_tokens"] = served.protected_tokens(prompt_len)
+        if served.leaves_out_template:
+            report["kv_template"] = "left out: it exceeds --kv-max-request-budget"
         for hooks in self._hooks if ended else ():
             own = hooks.on_request_finished(request.request_id)
             if not shows_cached:

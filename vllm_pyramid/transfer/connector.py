@@ -76,7 +76,7 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
             coordinator, self._transport, namespace, settings.name, self._ranks
         )
         self._incoming = IncomingStates(
-            coordinator, settings, self._transport, namespace, config.model_config.max_model_len
+            coordinator, settings, self._transport, namespace, config.model_config
         )
         coordinator.stores.put_first(self._incoming)
 

@@ -51,9 +51,10 @@ class FolderTransport:
             data = memoryview(bytearray(size))
             return data[: file.readinto(data)]
 
-    def drop(self, name: str, peer: str) -> None:
-        with suppress(OSError):
-            os.unlink(self._folder / name)
+    def drop(self, names: Sequence[str], peer: str) -> None:
+        for name in names:
+            with suppress(OSError):
+                os.unlink(self._folder / name)
 
     def close(self) -> None:
         self._ends.set()

@@ -92,10 +92,11 @@ class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
         settings: TransferSettings,
         transport: Transport,
         namespace: str,
-        max_model_len: int,
+        model_config: Any,
     ) -> None:
         self._coordinator, self._settings, self._transport = coordinator, settings, transport
-        self._namespace, self._max_model_len = namespace, max_model_len
+        self._namespace, self._max_model_len = namespace, model_config.max_model_len
+        self._vocabulary = model_config.get_vocab_size()
         self._log = LimitedLog(logger.warning)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-heads")
         self._of_request: dict[str, _Incoming] = {}
@@ -129,7 +130,9 @@ class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
                 served = served._replace(policy=policy)
             key = request_key(served, plan.estimate(), request.prompt_token_ids)
             state = incoming.state = State(ticket, self._namespace, key)
-            incoming.head = self._threads.submit(state.fetch_head, self._transport)
+            incoming.head = self._threads.submit(
+                state.fetch_head, self._transport, self._vocabulary
+            )
 
     def matched(self, request_id: str) -> tuple[int | None, bool]:
         """Return the tokens that `lookup` found, as vLLM's `get_num_new_matched_tokens`."""
@@ -256,5 +259,4 @@ class IncomingStates(CacheStore[IncomingHit], SchedulerHooks):
         """Let the other engine drop a state that the request needs no more, once."""
         ticket, incoming.ticket = incoming.ticket, None
         if ticket is not None:
-            drop = self._transport.drop
-            self._threads.submit(lambda: [drop(name, ticket.peer) for name in ticket.names])
+            self._threads.submit(self._transport.drop, ticket.names, ticket.peer)

@@ -127,10 +127,21 @@ class State(NamedTuple):
         content = first_token.to_bytes(_TOKEN_BYTES, "little")
         transport.put(self.ticket.name(_HEAD), sealed(self._head.begin(), content))
 
-    def fetch_head(self, transport: Transport) -> int | None:
-        """Return the first token; None if there is no such state. Errors as `fetch`."""
+    def fetch_head(self, transport: Transport, vocabulary: int) -> int | None:
+        """Return the first token, one of `vocabulary`; None if there is no such state.
+
+        Errors as `fetch`.
+        """
         content = self.fetch(transport, _HEAD, self._head, _TOKEN_BYTES)
-        return None if content is None else int.from_bytes(content, "little")
+        if content is None:
+            return None
+        if (token := int.from_bytes(content, "little")) >= vocabulary:
+            raise DamagedFileError(f"its first token is {token}, and there are {vocabulary}")
+        return token
+
+    def is_there(self, transport: Transport) -> bool:
+        """Return whether the head is there: it is put before all parts, and dropped before them."""
+        return self.fetch(transport, _HEAD, self._head, _TOKEN_BYTES) is not None
 
     def part(self, first_head: int, num_blocks: int, layout: str) -> BundleFile:
         """Return what a part says of itself, from its first KV head and the layout of a block."""

@@ -15,9 +15,9 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from errno import ENOSPC
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from errno import EHOSTUNREACH, ENOSPC
 from io import BufferedReader
 from struct import Struct
 from typing import Any, NamedTuple
@@ -28,7 +28,8 @@ from vllm_pyramid.transfer.settings import Address, TransferSettings
 _LENGTH = Struct("<Q")
 _NOTHING = (1 << 64) - 1
 _LINE = re.compile(rb"(GET|DROP) ([0-9a-f]{32}\.(?:head|\d{1,5}))\n")
-_CONNECT_S, _IDLE_S = 3.0, 30.0
+_CONNECT_S, _ASK_S, _IDLE_S = 3.0, 10.0, 30.0
+_AVOID_S = 10.0  # a port that has not answered: tickets of clients would keep all threads waiting
 _SLICE = 1 << 20  # a socket's timeout counts for a whole `sendall`
 _MOST_CONNECTIONS = 64
 
@@ -48,15 +49,21 @@ def is_head(name: str) -> bool:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Serves what is in `states`, by name, and drops what no engine fetches."""
+    """Serves what is in `states`, by name, and drops what no engine fetches.
+
+    A connection has `_ASK_S` seconds to send its whole line. Where all places are taken, a new
+    connection closes the oldest one that has not. One that has asked is never closed for another.
+    """
 
     allow_reuse_address, daemon_threads, block_on_close = True, True, False
+    request_queue_size = _MOST_CONNECTIONS  # what does not fit is lost for a second
 
     def __init__(self, address: Address) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.states: dict[str, _Served] = {}
         self.lock = threading.Lock()
-        self._open = threading.Semaphore(_MOST_CONNECTIONS)
+        self._silent: dict[Any, float] = {}  # connections without a whole line, since when
+        self._asked: set[Any] = set()
         try:
             super().__init__(address, _Handler)
         except OSError as error:
@@ -64,21 +71,43 @@ class _Server(socketserver.ThreadingTCPServer):
             raise OSError(error.errno, f"no states can be served at {where}: {error}") from None
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._open.acquire(blocking=False)
+        with self.lock:
+            if len(self._silent) + len(self._asked) >= _MOST_CONNECTIONS:
+                if not self._silent:
+                    return False
+                self._hang_up(next(iter(self._silent)))
+            self._silent[request] = time.monotonic()
+        return True
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._open.release()
+    def has_asked(self, request: Any) -> bool:
+        """Keep a connection until it has its answer; False if it is closed by now."""
+        with self.lock:
+            if self._silent.pop(request, None) is None:
+                return False
+            self._asked.add(request)
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self._silent.pop(request, None)
+            self._asked.discard(request)
+        super().shutdown_request(request)
+
+    def _hang_up(self, request: Any) -> None:
+        """Let the thread of a silent connection end. The caller has the lock."""
+        del self._silent[request]
+        with suppress(OSError):  # the other side has gone
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: the other side has gone, and its own log says so."""
 
     def service_actions(self) -> None:
-        """Drop states whose time is over; called every half second."""
+        """Drop states and silent connections whose time is over; called every half second."""
         now = time.monotonic()
         with self.lock:
+            for request in [of for of, since in self._silent.items() if since + _ASK_S < now]:
+                self._hang_up(request)
             for name in [name for name, served in self.states.items() if served.end < now]:
                 self.drop(name)
 
@@ -94,7 +123,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         found = _LINE.fullmatch(self.rfile.readline(128))
-        if found is None:
+        if found is None or not self.server.has_asked(self.request):
             return
         name = found[2].decode()
         with self.server.lock:
@@ -117,6 +146,7 @@ class TcpTransport:
     def __init__(self, settings: TransferSettings, place: int) -> None:
         self._peers, self._ttl_s = settings.peers, settings.ttl_s
         self._limit, self._wait_s = settings.limit_bytes, settings.wait_s
+        self._avoided: dict[Address, float] = {}  # ports that did not answer, until when
         self._server: _Server | None = None
         if settings.sends and (listen := settings.listen) is not None:
             self._server = _Server(listen._replace(port=listen.port + place))
@@ -152,28 +182,36 @@ class TcpTransport:
                 raise DamagedFileError("it is too large")
             return _read(file, length)
 
-    def drop(self, name: str, peer: str) -> None:
-        with suppress(OSError):
-            self._ask("DROP", name, peer).close()
+    def drop(self, names: Sequence[str], peer: str) -> None:
+        with suppress(OSError):  # behind it are more ports that may keep a thread waiting
+            for name in names:
+                with self._ask("DROP", name, peer):
+                    pass
 
     def close(self) -> None:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
-    def _ask(self, verb: str, name: str, peer: str) -> socket.socket:
-        """Connect to one of the configured engines, and to no other host."""
+    @contextmanager
+    def _ask(self, verb: str, name: str, peer: str) -> Iterator[socket.socket]:
+        """Ask one of the configured engines, and no other host.
+
+        OSError: it cannot be reached, or has not answered just now.
+        """
         host, port = self._peers[peer]
         part = name.rpartition(".")[2]
-        place = 0 if part == "head" else 1 + int(part)
-        connection = socket.create_connection((host, port + place), _CONNECT_S)
+        address = Address(host, port if part == "head" else port + 1 + int(part))
+        if time.monotonic() < self._avoided.get(address, 0.0):
+            raise OSError(EHOSTUNREACH, f"{host}:{address.port} has not answered just now")
         try:
-            connection.settimeout(self._wait_s)
-            connection.sendall(f"{verb} {name}\n".encode())
-        except OSError:
-            connection.close()
+            with socket.create_connection(address, _CONNECT_S) as connection:
+                connection.settimeout(self._wait_s)
+                connection.sendall(f"{verb} {name}\n".encode())
+                yield connection
+        except TimeoutError:
+            self._avoided[address] = time.monotonic() + _AVOID_S
             raise
-        return connection
 
 
 def _read(file: BufferedReader, count: int) -> memoryview:

@@ -31,8 +31,11 @@ class Transport(Protocol):
             DamagedFileError: it has more bytes, or ends too early.
         """
 
-    def drop(self, name: str, peer: str) -> None:
-        """Let an engine drop what it has put under a name, if it can be reached."""
+    def drop(self, names: Sequence[str], peer: str) -> None:
+        """Let an engine drop what it has put under names, up to a port that cannot be reached.
+
+        The number of names is a client's: there may be no such ports.
+        """
 
     def close(self) -> None:
         """Serve nothing any more."""

@@ -122,7 +122,8 @@ class WorkerTransfers:
     def _content(self, order: BlockOrder, rank: int, heads: range, end: float) -> torch.Tensor:
         """Wait for a part of a state, and return its blocks, `[blocks, ..., heads, bytes]`.
 
-        TimeoutError: it has not come in time. Other errors are those of `State.fetch`.
+        TimeoutError: it has not come in time, or the state has been dropped, by another request
+        with its ticket. Other errors are those of `State.fetch`.
         """
         count, (_, pieces, _, head_bytes) = len(order.blocks), self._pages.shape
         shape = count, pieces, len(heads), head_bytes
@@ -132,6 +133,8 @@ class WorkerTransfers:
             found = order.state.fetch(self._transport, rank, part, num_bytes)
             if found is not None:
                 return torch.frombuffer(found, dtype=torch.uint8).view(shape)
+            if not order.state.is_there(self._transport):
+                raise TimeoutError("its state was dropped meanwhile")
             if time.monotonic() > end:
                 raise TimeoutError(f"the blocks of its state did not come in {self._wait_s:g} s")
             time.sleep(_POLL_S)
