@@ -17,7 +17,7 @@ CHILD = """
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.solved.lengths import best_lengths
+from vllm_pyramid.methods.solved.worker import best_lengths
 from vllm_pyramid.methods.host_values.worker import HostPool
 from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.policy import load_policy

@@ -180,7 +180,7 @@ class SelectPages(Attend):
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
         if ":" not in self.scorer.kind:
             return
-        from vllm_pyramid.methods.pages.trial import try_scorer
+        from vllm_pyramid.methods.pages.summaries import try_scorer
 
         model, parallel = config.model_config, config.parallel_config
         try_scorer(
