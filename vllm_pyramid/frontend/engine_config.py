@@ -164,7 +164,7 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
 
     if page_server.is_server():
         from vllm_pyramid.compat import request_bodies, stream_reports
-        from vllm_pyramid.frontend.request_bodies import check_body
+        from vllm_pyramid.frontend.http_settings import check_body
 
         request_bodies.install(check_body)
         stream_reports.install()

@@ -6,10 +6,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
-from vllm_pyramid.frontend.series import counter, gauge
 from vllm_pyramid.policy.resumed import REASONS
 from vllm_pyramid.step.failures import KINDS
 
@@ -90,6 +89,16 @@ _KEYS = {
     "host_cache_size_bytes": "host_cache_bytes",
     "host_cache_file_used_bytes": "host_cache_file_bytes_used",
 }
+
+
+def counter(name: str, text: str, *labels: str) -> Counter:
+    """Return the counter `vllm_pyramid:NAME_total`."""
+    return Counter(f"vllm_pyramid:{name}", text, labels)
+
+
+def gauge(name: str, text: str, *labels: str) -> Gauge:
+    """Return the gauge `vllm_pyramid:NAME`."""
+    return Gauge(f"vllm_pyramid:{name}", text, labels, multiprocess_mode="mostrecent")
 
 
 class PolicyMetrics:

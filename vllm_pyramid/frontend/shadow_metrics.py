@@ -7,7 +7,7 @@ import os
 from collections import Counter as Counts
 from typing import NamedTuple
 
-from vllm_pyramid.frontend.series import counter, gauge
+from vllm_pyramid.frontend.metrics import counter, gauge
 
 # Clients choose the names of applications, and each is a series of its own in Prometheus.
 MAX_LABELS = 64
