@@ -5,14 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.cpu.checks import (
-    check_caches,
-    check_head_size,
-    check_heads,
-    check_scale,
-    dtype_code,
-    vector_address,
-)
+from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.eviction import longest_prompt, scores_record
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrFutureQueries, PyrObservedExpected, packer
@@ -38,8 +31,8 @@ def future_queries(
     """Turn them by a table of any of the dtypes that a model has, with one thread a request."""
     requests, (tokens, heads, size) = query_ends.shape[0], query.shape
     check_some_requests(requests)
-    check_head_size(size)
-    query_strides = check_heads("query", query, 1, size)
+    checks.check_head_size(size)
+    query_strides = checks.check_heads("query", query, 1, size)
     if queries < 1 or positions < 1:
         raise ValueError(f"queries {queries} and positions {positions} must be at least 1")
     table = (0, 0, 0, 0, 1, 0)
@@ -50,15 +43,15 @@ def future_queries(
             raise ValueError(f"{rotated} channels cannot turn, of heads with {size}")
         if cos_sin.stride(1) != 1:
             raise ValueError(f"rows of cos_sin must be contiguous, got {cos_sin.stride()}")
-        code = dtype_code("cos_sin", cos_sin)
+        code = checks.dtype_code("cos_sin", cos_sin)
         table = (cos_sin.data_ptr(), code, rows, rotated, int(rotary.halves), cos_sin.stride(0))
     address, code, rows, rotated, halves, stride = table
     out = torch.empty((requests, heads, queries, size), dtype=torch.float32)
     record = _pack_future_queries(
         *(out.data_ptr(), query.data_ptr(), address),
-        vector_address("query_ends", query_ends, requests),
-        vector_address("last_positions", last_positions, requests),
-        *(dtype_code("query", query), code),
+        checks.vector_address("query_ends", query_ends, requests),
+        checks.vector_address("last_positions", last_positions, requests),
+        *(checks.dtype_code("query", query), code),
         *(tokens, heads, size, requests, queries, positions, rows, rotated, halves),
         *(*query_strides, stride, torch.get_num_threads()),
     )
@@ -81,15 +74,15 @@ def observed_expected_scores(
     A request's bits depend neither on the batch, nor on threads, nor on its place in its table.
     """
     check_scored(batch, shape, future)
-    strides = check_caches(batch.key_cache, value_cache)
-    check_scale("value_scale", 1.0, value_scales)
+    strides = checks.check_caches(batch.key_cache, value_cache)
+    checks.check_scale("value_scale", 1.0, value_scales)
     requests, kv_heads = batch.prompt_lens.shape[0], value_cache.shape[1]
     out = torch.empty((requests, kv_heads, longest_prompt(batch)), dtype=torch.float32)
     scores = scores_record(out, batch, softmax, Reduction("mean", "avg", shape.kernel_size))
     record = _pack_observed_expected(
         *(scores, value_cache.data_ptr()),
         future.data_ptr() if future is not None and shape.expected else 0,
-        0 if starts is None else vector_address("starts", starts, requests),
+        0 if starts is None else checks.vector_address("starts", starts, requests),
         *strides[3:],
         *(shape.sinks, shape.window),
         shape.expected,
