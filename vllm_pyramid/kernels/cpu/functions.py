@@ -7,11 +7,11 @@ float16, float8_e4m3fn or float8_e5m2; head sizes are multiples of 8 up to 512.
 
 from __future__ import annotations
 
+from vllm_pyramid.kernels.contract import of_back_end
 from vllm_pyramid.kernels.cpu import library as cpu_library
 from vllm_pyramid.kernels.cpu.attention import paged_attention, reshape_and_cache, shared_attention
 from vllm_pyramid.kernels.cpu.eviction import compact, select, window_scores
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
-from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference import (
     copy_blocks,
     unrankable,
