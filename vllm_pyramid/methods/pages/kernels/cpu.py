@@ -59,11 +59,8 @@ def summarise_pages(
         checks.vector_address("starts", starts, requests),
         checks.vector_address("seq_lens", seq_lens, requests),
         checks.vector_address("skips", skips, requests),
-        *(
-            SUMMARY_KINDS.index(kind),
-            checks.cache_code(key_cache),
-            checks.DTYPE_CODES[summaries.dtype],
-        ),
+        *(SUMMARY_KINDS.index(kind), checks.cache_code(key_cache)),
+        checks.DTYPE_CODES[summaries.dtype],
         *(heads, head_size, block_size, blocks, requests, block_table.shape[1]),
         *strides,
         *summaries.stride()[:2],
