@@ -17,7 +17,6 @@ from vllm_pyramid.tools.command_parts import Progress, check_writable, names, pa
 
 if TYPE_CHECKING:
     from vllm_pyramid.tools.eval.compare import Row
-    from vllm_pyramid.tools.eval.haystack import Tokens
 
 
 def add_command(commands: Any) -> None:
@@ -129,21 +128,14 @@ def _policy(args: argparse.Namespace) -> tuple[dict[str, Any], Policy, Sequence[
 def _prompts(args: argparse.Namespace, model: str) -> list[list[int]]:
     """Return the prompts as tokens."""
     from vllm_pyramid.tools.eval.compare import made_up_prompts
-    from vllm_pyramid.tools.eval.haystack import load_tokens
+    from vllm_pyramid.tools.eval.haystack import encoded, load_tokens
 
     if args.prompts is None:
         try:
             return made_up_prompts(load_tokens(model), args.num_prompts, args.prompt_tokens)
         except RuntimeError as error:  # a Python without the texts
             raise ValueError(str(error)) from error
-    tokens: Tokens | None = None
-    found = []
-    for prompt in read_prompts(args.prompts):
-        if (ids := prompt.get("prompt_token_ids")) is None:
-            tokens = tokens or load_tokens(model)
-            ids = tokens.encode(prompt["prompt"])
-        found.append(ids)
-    return found
+    return encoded(model, read_prompts(args.prompts))
 
 
 def _show(console: Any, policy: str, rows: Sequence[Row], prompts: int) -> None:
