@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
-if TYPE_CHECKING:
-    from vllm_pyramid.step.step import Step, StepLayout
+from vllm_pyramid.step.step import Step, StepLayout
 
 logger = init_logger(f"vllm.{__name__}")
 

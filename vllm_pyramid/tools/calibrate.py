@@ -14,18 +14,16 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.served_settings import NO_POLICY
 from vllm_pyramid.tools.command_parts import Progress, parse_engine_args
-
-if TYPE_CHECKING:
-    from vllm_pyramid.policy import Policy
 
 Shares = npt.NDArray[np.float64]
 _KEYS = {"prompt": str, "prompt_token_ids": list}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
@@ -39,11 +41,6 @@ from vllm_pyramid.transfer.states import (
 from vllm_pyramid.transfer.transport import Transport, make_transport
 from vllm_pyramid.transfer.workers import WorkerTransfers
 from vllm_pyramid.worker.host_pool import pages_of
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 
 class PyramidConnector(KVConnectorBase_V1, SupportsHMA):

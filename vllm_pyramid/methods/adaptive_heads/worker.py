@@ -8,17 +8,14 @@ from. Shape legend: G KV heads of a layer, S prompts that are solved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm_pyramid.plan import DeferredPlan
+from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
-
-if TYPE_CHECKING:
-    from vllm_pyramid.policy.policy import Policy
 
 # Copies of the scores that wait for the layer's last head: scores, evidence, this of all heads.
 _COPIES = 3
