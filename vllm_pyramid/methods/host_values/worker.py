@@ -118,7 +118,9 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
                 f"behind {step.computed[row]} crosses the end of its prompt of "
                 f"{step.prompt_lens[row]}, from which keys are chosen; report this"
             )
-        top_ns = np.array([_top_n(request.policy) for request in step.requests], np.int32)
+        # 0, all keys, where a request's policy keeps V on the device.
+        chosen = [getattr(request.policy.values, "top_n", 0) for request in step.requests]
+        top_ns = np.array(chosen, np.int32)
         self._step, self._past_prompt = step, past_prompt
         self._top_ns = torch.from_numpy(top_ns * past_prompt)
         self._value_rows = torch.zeros(len(top_ns), dtype=torch.int64)
@@ -213,11 +215,6 @@ class FetchedValueCache(HostValueCache):
     def end_step(self, step: Step) -> Any | None:
         self._fetched.end_step()
         return super().end_step(step)
-
-
-def _top_n(policy: Policy) -> int:
-    """Return the keys that a request's policy takes; 0, all, if it keeps V on the device."""
-    return int(getattr(policy.values, "top_n", 0))
 
 
 class HostPool:

@@ -52,14 +52,9 @@ class Shape:
         return replace(self, dtype=dtype, cache_dtype=None if cache == "auto" else cache)
 
     @property
-    def cache_row_bytes(self) -> int:
-        """Bytes of K, or of V, of one token and KV head in the cache."""
-        return row_bytes(self.head_size, self.cache_dtype or self.dtype)
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.cache_row_bytes
+        return 2 * self.kv_heads * row_bytes(self.head_size, self.cache_dtype or self.dtype)
 
     @property
     def block_bytes(self) -> int:
