@@ -263,11 +263,10 @@ def _check_chunks(config: VllmConfig, policy: Policy, min_last_chunk: int) -> No
 
 
 def _install_front_end() -> None:
-    from vllm_pyramid.compat import early_reports, input_processor, output_processor, stats
+    from vllm_pyramid.compat import input_processor, output_processor, stats
     from vllm_pyramid.frontend import metrics
     from vllm_pyramid.frontend.requests import PolicyRequestChecks
 
     input_processor.install(PolicyRequestChecks())
     output_processor.install()
-    early_reports.install()
     stats.install(metrics.observe)
