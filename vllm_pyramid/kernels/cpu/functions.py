@@ -19,7 +19,6 @@ from vllm_pyramid.kernels.reference import (
 )
 
 __all__ = [
-    "available",
     "compact",
     "copy_blocks",
     "current_isa",
@@ -39,14 +38,9 @@ of_method = of_back_end("cpu")
 
 
 def load_error() -> str:
-    """Load the library; return why that fails and what to do about it, or ""."""
+    """Load the library; return why that fails and what to do, or "". ValueError: as `load`."""
     try:
         cpu_library.load()
     except cpu_library.LibraryError as error:
         return str(error)
     return ""
-
-
-def available() -> bool:
-    """Return whether the kernels can be used; ValueError as `library.load`."""
-    return not load_error()
