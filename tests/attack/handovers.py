@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from tests.engine.support import Engine, count_preemptions, greedy, start_engine
 from tests.plumbing.server import free_port
 from tests.scheduler.checks import check_pool
-from vllm_pyramid.transfer.transport import FolderTransport
+from vllm_pyramid.transfer.folder import FolderTransport
 
 TTL_S, WAIT_S, LIMIT_GIB = 6.0, 1.0, 0.024  # of states: a few of them
 STEPS_OF_CHECKS = 40

@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_pyramid.plugin import register
 from vllm_pyramid.transfer.connector import PyramidConnector
+from vllm_pyramid.transfer.folder import FolderTransport
 from vllm_pyramid.transfer.states import BlockOrder, State, Ticket, TransferOrders
-from vllm_pyramid.transfer.transport import FolderTransport
 from vllm_pyramid.transfer.workers import WorkerTransfers
 
 pytestmark = pytest.mark.cpu
