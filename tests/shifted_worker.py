@@ -36,7 +36,7 @@ from vllm_pyramid.kernels.contract import Ops
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
 from vllm_pyramid.kernels.triton import tables as triton_tables
-from vllm_pyramid.methods.pages.kernels.contract import PageOps
+from vllm_pyramid.methods.pages.kernels import PageOps
 from vllm_pyramid.methods.triattention import TriAttentionScorer
 from vllm_pyramid.plan import LateEviction
 from vllm_pyramid.policy import Policy, load_policy, policy_names

@@ -17,8 +17,8 @@ CHILD = """
 import numpy as np
 import torch
 
-from vllm_pyramid.methods.solved.lengths import best_lengths
-from vllm_pyramid.methods.host_values.pool import HostPool
+from vllm_pyramid.methods.solved.worker import best_lengths
+from vllm_pyramid.methods.host_values.worker import HostPool
 from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker

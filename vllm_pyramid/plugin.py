@@ -20,9 +20,10 @@ def register() -> None:
     try:
         check_vllm()
         from vllm_pyramid.compat import connectors, engine_args
-        from vllm_pyramid.frontend.entry import PolicyFrontEnd
+        from vllm_pyramid.frontend import entry, flags
 
-        engine_args.install(PolicyFrontEnd())
+        hooks = entry.hooks_for, entry.finish_without_policy
+        engine_args.install(engine_args.FrontEnd(flags.add_flags, flags.take_flags, *hooks))
         connectors.install("PyramidConnector", "vllm_pyramid.transfer.connector")
     except Exception as error:
         from vllm_pyramid.compat import no_policies

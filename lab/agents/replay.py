@@ -14,7 +14,7 @@ from typing import Any
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.tools.bench.engine import Engine, sampling
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
-from vllm_pyramid.tools.bench.scheduler_log import Pages
+from vllm_pyramid.tools.bench.scheduler_log import pages_counted
 from vllm_pyramid.tools.bench.tasks import main
 from vllm_pyramid.tools.child_process import say
 
@@ -102,7 +102,7 @@ class Replay:
         """
         engine, steps = self._engine, list[Step]()
         engine.log.preemptions = 0
-        pages = Pages.counted(engine.scheduler)
+        pages = pages_counted(engine.scheduler)
         self._waiting = [_Agent(i, turns, len(turns)) for i, turns in enumerate(agents)]
         begin = time.perf_counter()
         for _ in range(min(concurrency or len(agents), len(agents))):
@@ -118,7 +118,7 @@ class Replay:
         minutes = (time.perf_counter() - begin) / 60
         sample = engine_sample(steps, self._requests, engine.log.preemptions)
         sample |= {"requests_per_min": len(self._requests) / minutes, "requests": self._answers}
-        return sample | Pages.counted(engine.scheduler).since(pages)
+        return sample | pages_counted(engine.scheduler, pages)
 
     def _begin(self, now: float) -> None:
         """Have the next agent begin."""

@@ -251,7 +251,11 @@ def run(args: argparse.Namespace, prompts: list[dict[str, Any]], output: Path) -
     for budget in budgets:
         policy = load_policy(name, budget, changes)
     engine_args = parse_engine_args(args.engine_args)
-    given = _encoded(args.model, prompts, read_applications(Path(args.prompts)))
+    from vllm_pyramid.tools.eval.haystack import encoded
+
+    applications = read_applications(Path(args.prompts))
+    ids = encoded(args.model, prompts)
+    given = [Prompt(*one) for one in zip(ids, applications, strict=True)]
     groups = group_prompts(given, numbers(args.lengths, "--lengths", 1) if args.lengths else ())
     check_enough(groups, args.risk, confidence)
 
@@ -284,23 +288,6 @@ def run(args: argparse.Namespace, prompts: list[dict[str, Any]], output: Path) -
     )
     console.print(f"{output}: use it with --kv-policy {output}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _encoded(
-    model: str, prompts: Sequence[dict[str, Any]], applications: Sequence[str]
-) -> list[Prompt]:
-    """Return the prompts as tokens."""
-    tokens = None
-    found = []
-    for prompt, application in zip(prompts, applications, strict=True):
-        if (ids := prompt.get("prompt_token_ids")) is None:
-            if tokens is None:
-                from vllm_pyramid.tools.eval.haystack import load_tokens
-
-                tokens = load_tokens(model)
-            ids = tokens.encode(prompt["prompt"])
-        found.append(Prompt(ids, application))
-    return found
 
 
 if __name__ == "__main__":

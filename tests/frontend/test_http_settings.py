@@ -14,8 +14,7 @@ from tests.frontend.test_sessions import FIRST, SECOND, THIRD, Front
 from vllm_pyramid.compat import request_bodies
 from vllm_pyramid.compat.request_bodies import Body
 from vllm_pyramid.frontend.follow_sessions import sessions_of
-from vllm_pyramid.frontend.http_settings import SettingsInHeaders
-from vllm_pyramid.frontend.request_bodies import check_body
+from vllm_pyramid.frontend.http_settings import SettingsInHeaders, check_body
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.request_keys import is_session_name
 from vllm_pyramid.policy.resumed import WHY_KEY

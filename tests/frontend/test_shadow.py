@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.frontend.test_overrides import served
 from vllm_pyramid.compat.finished_requests import FinishedRequest
-from vllm_pyramid.frontend import series
+from vllm_pyramid.frontend import metrics as prometheus
 from vllm_pyramid.frontend import shadow as module
 from vllm_pyramid.frontend.sessions import NO_TENANT, Key
 from vllm_pyramid.frontend.settings import KVSettings
@@ -260,7 +260,7 @@ def test_names_that_come_first_do_not_take_all_labels() -> None:
 def test_series_of_applications_follow_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()
     for name, kind in (("Counter", Counter), ("Gauge", Gauge)):
-        monkeypatch.setattr(series, name, partial(kind, registry=registry))
+        monkeypatch.setattr(prometheus, name, partial(kind, registry=registry))
     metrics = ShadowMetrics()
     metrics.count_full("mail", 1)
     for number in range(MAX_LABELS):

@@ -13,7 +13,7 @@ from vllm_pyramid.kernels.triton import functions as shared_triton
 from vllm_pyramid.methods.accumulated.kernels import MassOps
 from vllm_pyramid.methods.host_values.kernels import ValueOps
 from vllm_pyramid.methods.observed_expected.kernels import ObservedExpectedOps
-from vllm_pyramid.methods.pages.kernels.contract import DevicePageOps, PageOps
+from vllm_pyramid.methods.pages.kernels import DevicePageOps, PageOps
 from vllm_pyramid.methods.thinning.kernels import RecentOps
 
 OWN: tuple[tuple[str, type], ...] = (

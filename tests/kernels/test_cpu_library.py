@@ -39,7 +39,7 @@ def test_signatures_are_the_contract(
 
 @pytest.mark.long
 def test_variable_names_another_build(tmp_path: Path) -> None:
-    code = "from vllm_pyramid.kernels.cpu import functions as cpu; cpu.available()"
+    code = "from vllm_pyramid.kernels.cpu import functions as cpu; cpu.load_error()"
     _, _, errors = run_python("-c", code, VLLM_PYRAMID_CPU_LIBRARY=str(tmp_path / "nothing.so"))
     assert "nothing.so: there is no such file" in errors
     code = "from vllm_pyramid.kernels.cpu import library; print(library.load()._name)"
@@ -71,7 +71,7 @@ def test_without_the_library_there_are_no_kernels(
     monkeypatch.setenv(ops.REFERENCE_VARIABLE, value)
     with pytest.raises(RuntimeError, match=r"C\+\+17 compiler and reinstall.*_REFERENCE=1 to run"):
         ops.get_ops("cpu")
-    assert not cpu.available()
+    assert cpu.load_error()
 
 
 def test_the_reference_is_allowed_with_one_warning(

@@ -17,7 +17,7 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu.library import shared_rows
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
-from vllm_pyramid.kernels.reference_shared import SharedPrefix, shared_prefixes
+from vllm_pyramid.kernels.reference_attention import SharedPrefix, shared_prefixes
 
 pytestmark = pytest.mark.cpu
 

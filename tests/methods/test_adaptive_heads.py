@@ -22,7 +22,7 @@ from tests.methods.lanes import G, L, N, Prompts, are_best
 from tests.steps import make_context
 from vllm_pyramid.kernels import get_ops, reference
 from vllm_pyramid.methods import kvpress_presses
-from vllm_pyramid.methods.adaptive_heads.lengths import joint_lengths
+from vllm_pyramid.methods.adaptive_heads.worker import joint_lengths
 from vllm_pyramid.plan import DeferredPlan, RetentionPlan, least_given_back
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.scorer import Scorer

@@ -10,9 +10,8 @@ import torch
 
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.methods.host_values import HostValues
-from vllm_pyramid.methods.host_values.pool import HostPool
-from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory
 from vllm_pyramid.methods.host_values.traffic import StepTraffic, SwapTraffic
+from vllm_pyramid.methods.host_values.worker import HostPool, capped_cache_bytes, check_host_memory
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys

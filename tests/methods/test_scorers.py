@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.methods.views import MadeUp, ready
-from vllm_pyramid.methods import noise
+from vllm_pyramid.methods import random_scores
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
-from vllm_pyramid.methods.noise import uniform
+from vllm_pyramid.methods.random_scores import uniform
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.scorer import Scorer
@@ -205,7 +205,7 @@ def test_noise_is_even_and_the_same_whatever_else_is_asked_for() -> None:
 
 @pytest.mark.parametrize("word", [0, 0xFFFFFFFF])
 def test_noise_reaches_neither_0_nor_1(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "_mixed", lambda x: torch.full_like(x, word))
+    monkeypatch.setattr(random_scores, "_mixed", lambda x: torch.full_like(x, word))
     found = uniform(0, torch.arange(2))
     assert (found > 0).all() and (found < 1).all()
 

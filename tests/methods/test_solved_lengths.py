@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pyramid.methods.solved.lengths import best_lengths, least_lengths, sum_of_heads
+from vllm_pyramid.methods.solved.worker import best_lengths, least_lengths, sum_of_heads
 
 pytestmark = pytest.mark.cpu
 

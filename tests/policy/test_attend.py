@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from vllm_pyramid.methods.pages import SelectPages
-from vllm_pyramid.methods.pages.trial import try_scorer
+from vllm_pyramid.methods.pages.summaries import try_scorer
 from vllm_pyramid.policy import Budget, Policy, load_policy
 from vllm_pyramid.policy.attend import ALL_PAGES
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component

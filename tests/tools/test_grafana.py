@@ -28,22 +28,17 @@ def ours() -> dict[str, set[str]]:
     from prometheus_client import Counter
 
     from vllm_pyramid.frontend import metrics
-    from vllm_pyramid.frontend.host_metrics import HostCacheMetrics
 
     keys = ("tokens_evicted", "blocks_freed", "tokens_held", "blocks_held")
     none = {key: [0] for key in keys}
     metrics.observe({"now": {"evictions": 0, "layers": [0], **none}, "before": None}, 900)
     assert metrics._METRICS is not None
     found: dict[str, set[str]] = {}
-    waiting: list[Any] = [metrics._METRICS]
-    while waiting:
-        for value in vars(waiting.pop()).values():
-            if isinstance(value, HostCacheMetrics):
-                waiting.append(value)
-            for metric in value.values() if isinstance(value, dict) else [value]:
-                if hasattr(metric, "_labelnames"):
-                    suffix = "_total" if isinstance(metric, Counter) else ""
-                    found[metric._name + suffix] = set(metric._labelnames)
+    for value in vars(metrics._METRICS).values():
+        for metric in value.values() if isinstance(value, dict) else [value]:
+            if hasattr(metric, "_labelnames"):
+                suffix = "_total" if isinstance(metric, Counter) else ""
+                found[metric._name + suffix] = set(metric._labelnames)
     return found
 
 

@@ -35,9 +35,6 @@ stream_reports
     .message_stream_converter.
     Why: the last chunk of a stream carries the report. Remove when streams have
     `kv_transfer_params`.
-early_reports
-    Target: RequestState.make_request_output.
-    Why: the report of an answer that a stop string ends. Remove when the engine core finds these.
 connectors
     Target: KVConnectorFactory._registry.
     Why: the plugin may be loaded twice. Remove when vLLM's function is idempotent.
@@ -158,6 +155,8 @@ new_weights
 output_processor
     Target: OutputProcessor.process_outputs, RequestState.queue (vLLM 0.32).
     Why: tell the client why a request has failed. Remove with vLLM 0.32.
+    Target: RequestState.make_request_output.
+    Why: the report of an answer that a stop string ends. Remove when the engine core finds these.
 offloading
     Target: kv_offload.cpu.manager.CPUOffloadingManager, kv_offload.base,
     _custom_ops.swap_blocks_batch.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -38,20 +39,20 @@ class ConfigHooks(Protocol):
         """Check the finished configuration and put the policy's classes in place."""
 
 
-class FrontEnd(Protocol):
-    """The front end's flags and hooks."""
+class FrontEnd(NamedTuple):
+    """The front end's flags and hooks.
 
-    def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add flags to a parser of engine arguments; called once per parser."""
+    Attributes:
+        add_flags: adds flags to a parser of engine arguments; called once per parser.
+        take_flags: reads the parsed flags; on a ValueError the parser answers with exit status 2.
+        hooks_for: returns the hooks of an engine that is being configured; None without a policy.
+        finish_without_policy: changes the finished configuration of an engine without a policy.
+    """
 
-    def take_flags(self, namespace: argparse.Namespace) -> None:
-        """Read the parsed flags; on a ValueError the parser answers with exit status 2."""
-
-    def hooks_for(self, args: EngineArgs) -> ConfigHooks | None:
-        """Return the hooks of an engine that is being configured; None without a policy."""
-
-    def finish_without_policy(self, config: VllmConfig) -> None:
-        """Change the finished configuration of an engine without a policy."""
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    take_flags: Callable[[argparse.Namespace], None]
+    hooks_for: Callable[[EngineArgs], ConfigHooks | None]
+    finish_without_policy: Callable[[VllmConfig], None]
 
 
 def _add_flags(parser: argparse.ArgumentParser, front_end: FrontEnd) -> None:

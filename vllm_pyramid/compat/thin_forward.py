@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
-if TYPE_CHECKING:
-    from vllm_pyramid.step.step import Step, StepLayout
+from vllm_pyramid.step.step import Step, StepLayout
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -54,7 +53,9 @@ class _ThinnedLayers:
     ) -> Any:
         layout = self.kv_step().layout
         if self.kv_is_profiled:
-            _forward(self, *_all_survive(positions), input_ids, positions, inputs_embeds)
+            # The largest step: all rows stay in all layers.
+            stay = partial(torch.arange, len(positions), device=positions.device)
+            _forward(self, len(positions), stay, input_ids, positions, inputs_embeds)
         if layout is None:
             return super().__call__(  # type: ignore[misc]
                 input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds, **kwargs
@@ -68,12 +69,6 @@ def _take(layout: StepLayout) -> torch.Tensor | None:
     """Take the survivors of the layer that has just run out of the layout."""
     survivors, layout.survivors = layout.survivors, None
     return survivors
-
-
-def _all_survive(positions: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
-    """Return the arguments of `_forward` for the largest step: all rows stay in all layers."""
-    tokens = len(positions)
-    return tokens, partial(torch.arange, tokens, device=positions.device)
 
 
 def _forward(

@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_pyramid.compat import config_hash
+from vllm_pyramid.compat import config_hash, page_server
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.compat.input_processor import api_servers
 from vllm_pyramid.compat.step_limits import step_limits
@@ -31,6 +31,7 @@ from vllm_pyramid.policy import AUTO, Policy
 from vllm_pyramid.policy.capabilities import Feature, Used, asked, refuse, why_not
 from vllm_pyramid.policy.request_keys import EXACT
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
+from vllm_pyramid.step.probe import probe
 from vllm_pyramid.transfer.settings import TransferSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -160,11 +161,9 @@ def finish_config(config: VllmConfig, settings: KVSettings, of_args: Used) -> No
         "PyramidAsyncScheduler" if config.scheduler_config.async_scheduling else "PyramidScheduler"
     )
     _install_front_end()
-    from vllm_pyramid.compat import page_server
-
     if page_server.is_server():
         from vllm_pyramid.compat import request_bodies, stream_reports
-        from vllm_pyramid.frontend.request_bodies import check_body
+        from vllm_pyramid.frontend.http_settings import check_body
 
         request_bodies.install(check_body)
         stream_reports.install()
@@ -245,8 +244,6 @@ def _probe(config: VllmConfig, policy: Policy) -> None:
         _probe(config, policy.inner_policy)
     if not any(":" in part.kind for part in (policy.scorer, policy.selector)):
         return
-    from vllm_pyramid.step.probe import probe
-
     model, parallel = config.model_config, config.parallel_config
     heads = model.get_num_attention_heads(parallel)
     probe(policy, heads, model.get_num_kv_heads(parallel), model.get_head_size())
@@ -266,11 +263,10 @@ def _check_chunks(config: VllmConfig, policy: Policy, min_last_chunk: int) -> No
 
 
 def _install_front_end() -> None:
-    from vllm_pyramid.compat import early_reports, input_processor, output_processor, stats
+    from vllm_pyramid.compat import input_processor, output_processor, stats
     from vllm_pyramid.frontend import metrics
     from vllm_pyramid.frontend.requests import PolicyRequestChecks
 
     input_processor.install(PolicyRequestChecks())
     output_processor.install()
-    early_reports.install()
     stats.install(metrics.observe)

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags and configuration hooks that the plugin registers with vLLM.
+"""The configuration hooks that the plugin registers with vLLM.
 
 Every vLLM process imports this module, so it imports what a policy needs only when one is served.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_pyramid.frontend.flags import add_flags, take_flags
 from vllm_pyramid.frontend.settings import KVSettings, without_ours
 from vllm_pyramid.policy.served_settings import NO_POLICY
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_pyramid.compat.engine_args import ConfigHooks
     from vllm_pyramid.policy.capabilities import Used
 
 
@@ -53,31 +50,21 @@ class PolicyConfig:
             graphs.capture_more(config, policy)
 
 
-class PolicyFrontEnd:
-    """Our flags in vLLM's engine arguments (`compat.engine_args.FrontEnd`)."""
+def hooks_for(args: EngineArgs) -> PolicyConfig | None:
+    """Return the hooks of an engine with a policy; None leaves the engine to vLLM."""
+    settings = KVSettings.from_additional_config(args.additional_config)
+    if settings is not None and settings.kv_policy != NO_POLICY:
+        return PolicyConfig(settings)
+    if "vllm_pyramid.compat.platform.cpu_platform" in sys.modules:
+        # An earlier engine had a policy: of this process, or of the one that started it.
+        from vllm_pyramid.compat.platform import defaults
 
-    def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add our flags to a parser."""
-        add_flags(parser)
+        defaults.withdraw()
+    return None
 
-    def take_flags(self, namespace: argparse.Namespace) -> None:
-        """Move our flags into `additional_config`."""
-        take_flags(namespace)
 
-    def hooks_for(self, args: EngineArgs) -> ConfigHooks | None:
-        """Return the hooks of an engine with a policy; None leaves the engine to vLLM."""
-        settings = KVSettings.from_additional_config(args.additional_config)
-        if settings is not None and settings.kv_policy != NO_POLICY:
-            return PolicyConfig(settings)
-        if "vllm_pyramid.compat.platform.cpu_platform" in sys.modules:
-            # An earlier engine had a policy: of this process, or of the one that started it.
-            from vllm_pyramid.compat.platform import defaults
-
-            defaults.withdraw()
-        return None
-
-    def finish_without_policy(self, config: VllmConfig) -> None:
-        """Take our keys out of an engine's configuration, which vLLM compiles models by."""
-        given = config.additional_config
-        if isinstance(given, dict) and len(others := without_ours(given)) < len(given):
-            config.additional_config = others
+def finish_without_policy(config: VllmConfig) -> None:
+    """Take our keys out of an engine's configuration, which vLLM compiles models by."""
+    given = config.additional_config
+    if isinstance(given, dict) and len(others := without_ours(given)) < len(given):
+        config.additional_config = others

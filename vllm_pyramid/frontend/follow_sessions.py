@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.compat.input_processor import api_servers
 from vllm_pyramid.frontend.http_settings import current
@@ -14,9 +16,6 @@ from vllm_pyramid.frontend.sessions import Found, Key, Prompt, Sessions
 from vllm_pyramid.policy.request import ServedRequest, check_request
 from vllm_pyramid.policy.resumed import SETTINGS, WHY_KEY
 from vllm_pyramid.policy.served_settings import DEFAULT_SESSION_TTL, ServedSettings
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.input_processor import InputProcessor
 
 _SESSIONS: WeakKeyDictionary[InputProcessor, Sessions] = WeakKeyDictionary()
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 
-from vllm_pyramid.frontend.host_metrics import HostCacheMetrics
-from vllm_pyramid.frontend.series import counter, gauge
 from vllm_pyramid.policy.resumed import REASONS
 from vllm_pyramid.step.failures import KINDS
 
@@ -17,40 +16,109 @@ logger = init_logger(f"vllm.{__name__}")
 
 LOG_INTERVAL_S = 10.0  # vLLM's own statistics are logged this often
 
+# The metrics by name, which is the key of their numbers (docs/usage.md lists them). The host
+# cache's own numbers have `host_cache_` before their keys.
+_COUNTERS = {
+    "evictions": "Evictions, of prompts and later ones; those repeated after a preemption count "
+    "again.",
+    "pages_read": "Pages of the KV cache that generated tokens read.",
+    "pages_visible": "Pages that they would have read with attention to everything.",
+    "ordered_evictions": "Evictions ordered because the pool lacked blocks.",
+    "ordered_to_floor": "Ordered evictions to the policy's budget.",
+    "ordered_loss": "Shares of their scores that prompts lost by these, summed up.",
+    "avoided_preemptions": "Steps for which running requests lacked blocks until orders.",
+    "host_cache_queries": "Tokens looked for in the host cache.",
+    "host_cache_hits": "Tokens found in the host cache.",
+    "host_cache_evictions": "Bundles that had to go from the host cache.",
+    "host_cache_dropped": "Bundles for which the host cache had no slot.",
+    "host_cache_file_evictions": "Files that had to go from the host cache's folder.",
+}
+# Shown from the start, with 0.
+_DROPPED = {
+    "dropped_traces": "Traces of kept positions that could not be written.",
+    "dropped_reports": "Reports of what requests kept that could not be sent.",
+}
+_BY_LAYER = {
+    "tokens_evicted": "Tokens given back per KV head.",
+    "blocks_freed": "Blocks that eviction gave back to the pool.",
+}
+_BY_REASON = {
+    "failed_requests": "Requests that the KV policy ended with an error.",
+    "turns": "Turns of conversations, by what they resumed.",
+    "handed": "Requests with a ticket of another engine, by what came of it.",
+}
 # Reasons that are shown from the start, with 0.
 _REASONS = {"failed_requests": KINDS, "turns": REASONS}
+# Name, label, text, and the keys by the label's values.
+_BY_KEY = (
+    (
+        *("v_bytes", "direction"),
+        "Bytes of V written to host memory, and of its rows that attention read there.",
+        {"written": "v_bytes_written", "read": "v_bytes_read"},
+    ),
+    (
+        *("host_cache_bytes", "direction"),
+        "Bytes copied to the host cache and from it.",
+        {"stored": "host_cache_bytes_stored", "loaded": "host_cache_bytes_loaded"},
+    ),
+    (
+        *("host_cache_file_bytes", "direction"),
+        "Bytes of the host cache's files, written and read.",
+        {"written": "host_cache_file_bytes_written", "read": "host_cache_file_bytes_read"},
+    ),
+    (
+        *("host_cache_file_failures", "kind"),
+        "Files of the host cache that were damaged or could not be written.",
+        {"damaged": "host_cache_files_damaged", "unwritten": "host_cache_files_unwritten"},
+    ),
+)
+_HELD_BY_LAYER = {
+    "tokens_held": "Tokens held in the KV cache per KV head.",
+    "blocks_held": "Blocks of the pool in use.",
+}
+_GAUGES = {
+    "other_blocks_held": "Blocks of the pool in use by layers that do not evict.",
+    "pool_blocks": "Blocks of the pool, of all pipeline stages.",
+    "host_cache_used_bytes": "Bytes of the host cache that hold something.",
+    "host_cache_size_bytes": "Bytes of the host cache.",
+    "host_cache_file_used_bytes": "Bytes of the host cache's files.",
+}
+# The keys of gauges that are not their names.
+_KEYS = {
+    "host_cache_used_bytes": "host_cache_bytes_used",
+    "host_cache_size_bytes": "host_cache_bytes",
+    "host_cache_file_used_bytes": "host_cache_file_bytes_used",
+}
+
+
+def counter(name: str, text: str, *labels: str) -> Counter:
+    """Return the counter `vllm_pyramid:NAME_total`."""
+    return Counter(f"vllm_pyramid:{name}", text, labels)
+
+
+def gauge(name: str, text: str, *labels: str) -> Gauge:
+    """Return the gauge `vllm_pyramid:NAME`."""
+    return Gauge(f"vllm_pyramid:{name}", text, labels, multiprocess_mode="mostrecent")
 
 
 class PolicyMetrics:
-    """The Prometheus metrics (docs/usage.md lists them) and the log line; one object a process."""
+    """The Prometheus metrics and the log line; one object a process."""
 
     def __init__(self) -> None:
-        self.evictions = counter(
-            "evictions",
-            "Evictions, of prompts and later ones; those repeated after a preemption count again.",
-            "engine",
-        )
-        self.counters = {
-            name: counter(name, text, "engine", "layer")
-            for name, text in (
-                ("tokens_evicted", "Tokens given back per KV head."),
-                ("blocks_freed", "Blocks that eviction gave back to the pool."),
-            )
+        def counters(texts: dict[str, str], *labels: str) -> dict[str, Counter]:
+            return {name: counter(name, text, "engine", *labels) for name, text in texts.items()}
+
+        self.counters = counters(_COUNTERS)
+        self.dropped = counters(_DROPPED)
+        self.by_layer = counters(_BY_LAYER, "layer")
+        self.by_reason = counters(_BY_REASON, "reason")
+        self.by_key = {
+            name: counter(name, text, "engine", label) for name, label, text, _ in _BY_KEY
         }
-        self.gauges = {
-            name: gauge(name, text, "engine", "layer")
-            for name, text in (
-                ("tokens_held", "Tokens held in the KV cache per KV head."),
-                ("blocks_held", "Blocks of the pool in use."),
-            )
+        self.held = {
+            name: gauge(name, text, "engine", "layer") for name, text in _HELD_BY_LAYER.items()
         }
-        self.of_pool = {
-            name: gauge(name, text, "engine")
-            for name, text in (
-                ("other_blocks_held", "Blocks of the pool in use by layers that do not evict."),
-                ("pool_blocks", "Blocks of the pool, of all pipeline stages."),
-            )
-        }
+        self.gauges = {name: gauge(name, text, "engine") for name, text in _GAUGES.items()}
         self.policy = gauge(
             "policy_info",
             "The policy and the budget that the server was started with.",
@@ -61,41 +129,6 @@ class PolicyMetrics:
             "Running requests that orders can evict, by the level to which they were evicted.",
             *("engine", "level"),
         )
-        self.v_bytes = counter(
-            "v_bytes",
-            "Bytes of V written to host memory, and of its rows that attention read there.",
-            *("engine", "direction"),
-        )
-        self.totals = {
-            name: counter(name, text, "engine")
-            for name, text in (
-                ("pages_read", "Pages of the KV cache that generated tokens read."),
-                ("pages_visible", "Pages that they would have read with attention to everything."),
-                ("ordered_evictions", "Evictions ordered because the pool lacked blocks."),
-                ("ordered_to_floor", "Ordered evictions to the policy's budget."),
-                ("ordered_loss", "Shares of their scores that prompts lost by these, summed up."),
-                (
-                    "avoided_preemptions",
-                    "Steps for which running requests lacked blocks until orders.",
-                ),
-            )
-        }
-        self.by_reason = {
-            name: counter(name, text, "engine", "reason")
-            for name, text in (
-                ("failed_requests", "Requests that the KV policy ended with an error."),
-                ("turns", "Turns of conversations, by what they resumed."),
-                ("handed", "Requests with a ticket of another engine, by what came of it."),
-            )
-        }
-        self.dropped = {
-            name: counter(name, text, "engine")
-            for name, text in (
-                ("dropped_traces", "Traces of kept positions that could not be written."),
-                ("dropped_reports", "Reports of what requests kept that could not be sent."),
-            )
-        }
-        self.host_cache = HostCacheMetrics()
         self._logged: dict[int, dict[str, Any]] = {}
         self._started = time.monotonic()
         self._next_log: dict[int, float] = {}  # by engine, so that each logs its own lines
@@ -108,44 +141,43 @@ class PolicyMetrics:
                 Their difference is added, because other front ends may have got the messages in
                 between.
         """
-        now: dict[str, Any] = message["now"]
-        before: dict[str, Any] = message["before"] or {}
+        now, before = _with_host_cache(message["now"]), _with_host_cache(message["before"] or {})
         label = str(engine)
+
+        def more(key: str) -> Any:
+            return now.get(key, 0) - before.get(key, 0)
+
+        for name, metric in self.counters.items():
+            if name in now:
+                metric.labels(label).inc(more(name))
+        for name, metric in self.dropped.items():
+            metric.labels(label).inc(more(name))
         layers = now.get("layers") or range(len(now["blocks_held"]))
-        self.evictions.labels(label).inc(now["evictions"] - before.get("evictions", 0))
-        for name, by_layer in self.counters.items():
+        for name, metric in self.by_layer.items():
             if now[name] == before.get(name):
                 continue
             earlier = before.get(name) or [0] * len(now[name])
             for layer, count, old in zip(layers, now[name], earlier, strict=True):
-                by_layer.labels(label, str(layer)).inc(count - old)
-        for name, by_reason in self.by_reason.items():
+                metric.labels(label, str(layer)).inc(count - old)
+        for name, metric in self.by_reason.items():
             found, earlier = now.get(name, {}), before.get(name, {})
             for reason in _REASONS.get(name, found):
-                more = found.get(reason, 0) - earlier.get(reason, 0)
-                by_reason.labels(label, reason).inc(more)
-        for name, dropped in self.dropped.items():
-            dropped.labels(label).inc(now.get(name, 0) - before.get(name, 0))
-        for direction in ("written", "read"):
-            key = f"v_bytes_{direction}"
-            if key in now:
-                self.v_bytes.labels(label, direction).inc(now[key] - before.get(key, 0))
-        for name, total in self.totals.items():
-            if name in now:
-                total.labels(label).inc(now[name] - before.get(name, 0))
-        for name, held in self.gauges.items():
+                metric.labels(label, reason).inc(found.get(reason, 0) - earlier.get(reason, 0))
+        for name, _, _, keys in _BY_KEY:
+            for value, key in keys.items():
+                if key in now:
+                    self.by_key[name].labels(label, value).inc(more(key))
+        for name, held in self.held.items():
             for layer, value in zip(layers, now[name], strict=True):
                 held.labels(label, str(layer)).set(value)
-        for name, blocks in self.of_pool.items():
-            if name in now:
-                blocks.labels(label).set(now[name])
+        for name, shown in self.gauges.items():
+            if (key := _KEYS.get(name, name)) in now:
+                shown.labels(label).set(now[key])
         if "policy" in now:
             self.policy.labels(label, *now["policy"]).set(1)
         for level, count in now.get("requests_by_level", {}).items():
             self.by_level.labels(label, level).set(count)
-        if "host_cache" in now:
-            self.host_cache.observe(now["host_cache"], before.get("host_cache", {}), label)
-        self._log(now, engine)
+        self._log(message["now"], engine)
 
     def _log(self, stats: dict[str, Any], engine: int) -> None:
         now = time.monotonic()
@@ -168,6 +200,12 @@ class PolicyMetrics:
             held[0],
             held[-1],
         )
+
+
+def _with_host_cache(totals: dict[str, Any]) -> dict[str, Any]:
+    """Return totals with those of the host cache beside the others."""
+    own = totals.get("host_cache", {}).items()
+    return {**totals, **{f"host_cache_{key}": value for key, value in own}}
 
 
 _METRICS: PolicyMetrics | None = None

@@ -10,7 +10,7 @@ nothing again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -38,24 +38,6 @@ from vllm_pyramid.policy.served_settings import (
 )
 from vllm_pyramid.policy.session_sources import parse_session_from
 
-CONFIG_KEYS = (
-    "kv_policy",
-    "kv_budget",
-    "kv_min_tokens",
-    "kv_policy_args",
-    "kv_evict",
-    "kv_trace",
-    "kv_swap_space",
-    "kv_admission",
-    "kv_request_overrides",
-    "kv_max_request_budget",
-    "kv_keep",
-    "kv_host_cache",
-    "kv_host_cache_dir",
-    "kv_host_cache_dir_gib",
-    "kv_turn_mode",
-    "kv_session_ttl",
-)
 # The flag `--enable-prompt-tokens-details` of a server sets it (`frontend/flags.py`).
 REPORT_KEY = "kv_report_cached"
 # The flag `--kv-page` of a server: the live page. An engine without a server has none.
@@ -64,7 +46,7 @@ PAGE_KEY = "kv_page"
 SHADOW_KEYS = ("kv_shadow", "kv_shadow_floor")
 # The flags `--kv-session-from` and `--kv-anchor` of a server.
 SESSION_KEY, ANCHOR_KEY = "kv_session_from", "kv_anchor"
-_KEYS = (*CONFIG_KEYS, REPORT_KEY, PAGE_KEY, SESSION_KEY, ANCHOR_KEY, *SHADOW_KEYS)
+_SERVER_KEYS = (REPORT_KEY, PAGE_KEY, SESSION_KEY, ANCHOR_KEY, *SHADOW_KEYS)
 # When a waiting prompt is admitted: if the blocks that all requests are expected to hold let it
 # run long enough to be worth its prefill, or, as in vLLM, as soon as the prompt fits.
 FORECAST, PROMPT = "forecast", "prompt"
@@ -289,6 +271,11 @@ class KVSettings:
             shadow=parse_share(self.kv_shadow, "kv_shadow"),
             shadow_floor=parse_share(self.kv_shadow_floor, "kv_shadow_floor"),
         )
+
+
+# Settings of engines with a server and without, the policy first; and all.
+CONFIG_KEYS = tuple(one.name for one in fields(KVSettings) if one.name not in _SERVER_KEYS)
+_KEYS = (*CONFIG_KEYS, *_SERVER_KEYS)
 
 
 def _check_keep(policy: Policy) -> None:

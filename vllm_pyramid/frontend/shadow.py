@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_pyramid.compat import finished_requests
 from vllm_pyramid.compat.finished_requests import FinishedRequest, is_idle
@@ -36,9 +37,6 @@ from vllm_pyramid.policy.request import (
 )
 from vllm_pyramid.policy.request_keys import EXACT, RequestKeys
 from vllm_pyramid.policy.served_settings import ServedSettings
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.input_processor import InputProcessor
 
 logger = init_logger(f"vllm.{__name__}")
 

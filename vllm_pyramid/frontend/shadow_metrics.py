@@ -7,7 +7,7 @@ import os
 from collections import Counter as Counts
 from typing import NamedTuple
 
-from vllm_pyramid.frontend.series import counter, gauge
+from vllm_pyramid.frontend.metrics import counter, gauge
 
 # Clients choose the names of applications, and each is a series of its own in Prometheus.
 MAX_LABELS = 64
@@ -64,24 +64,16 @@ class ShadowMetrics:
     """The metrics of `--kv-shadow` (docs/usage.md lists them); one object per process."""
 
     def __init__(self) -> None:
-        by_cache = ("application", "cache")
-        self._requests = counter(
-            "shadow_requests", "Answers compared with the whole cache.", *by_cache
-        )
-        self._tokens = counter("shadow_tokens", "Tokens that were compared.", *by_cache)
-        self._agreed = counter(
-            "shadow_agreed_tokens",
-            "Compared tokens that the whole cache finds likeliest, too.",
-            *by_cache,
-        )
-        self._with_logprobs = counter(
-            "shadow_logprob_tokens",
-            "Compared tokens whose log probabilities the client asked for.",
-            *by_cache,
-        )
-        self._lost = counter(
-            "shadow_lost_nats", "Log probability that answers lose with the whole cache.", *by_cache
-        )
+        self._by_cache = [
+            counter(f"shadow_{name}", text, "application", "cache")
+            for name, text in (
+                ("requests", "Answers compared with the whole cache."),
+                ("tokens", "Tokens that were compared."),
+                ("agreed_tokens", "Compared tokens that the whole cache finds likeliest, too."),
+                ("logprob_tokens", "Compared tokens whose log probabilities the client asked for."),
+                ("lost_nats", "Log probability that answers lose with the whole cache."),
+            )
+        ]
         self._full = gauge(
             "shadow_full", "Tenants whose application runs with the whole cache.", "application"
         )
@@ -95,10 +87,7 @@ class ShadowMetrics:
         """Return the label of an application that is compared."""
         label, gone = self._labels.use(application)
         if gone is not None:
-            for series in (
-                *(self._requests, self._tokens, self._agreed),
-                *(self._with_logprobs, self._lost),
-            ):
+            for series in self._by_cache:
                 for cache in ("evicted", "whole"):
                     series.remove(gone, cache)
             self._full.remove(gone)
@@ -109,11 +98,10 @@ class ShadowMetrics:
     def add(self, application: str, comparison: Comparison, *, evicted: bool) -> None:
         """Count a comparison."""
         labels = (self._label(application), "evicted" if evicted else "whole")
-        self._requests.labels(*labels).inc()
-        self._tokens.labels(*labels).inc(comparison.tokens)
-        self._agreed.labels(*labels).inc(comparison.agreed)
-        self._with_logprobs.labels(*labels).inc(comparison.logprobs)
-        self._lost.labels(*labels).inc(max(comparison.lost, 0.0))
+        tokens, agreed, lost, logprobs = comparison
+        numbers = 1, tokens, agreed, logprobs, max(lost, 0.0)
+        for series, number in zip(self._by_cache, numbers, strict=True):
+            series.labels(*labels).inc(number)
 
     def count_full(self, application: str, change: int) -> None:
         """Count a tenant whose application began (1) or ceased (-1) to run with the whole cache."""

@@ -8,6 +8,9 @@ and attend; `write_rows` and `paged_attention` serve only layers whose V is in h
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -245,3 +248,13 @@ class Ops(Protocol):
             firsts, ends: `[R]` int32, the columns that count: `firsts[r] .. ends[r] - 1`, as far as
                 they exist.
         """
+
+
+def of_back_end(name: str) -> Callable[[str], Any]:
+    """Return `Ops.of_method` of the back end `name`."""
+
+    @functools.cache
+    def of_method(package: str, /) -> Any:
+        return importlib.import_module(f"{package}.{name}")
+
+    return of_method

@@ -11,12 +11,11 @@ import math
 import torch
 import torch.nn.functional as F
 
+from vllm_pyramid.kernels.contract import of_back_end
 from vllm_pyramid.kernels.gather_tokens import gather_scaled, gather_tokens
 from vllm_pyramid.kernels.log_sum_exp import check_lse, check_some_requests, with_sinks
-from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.records import FP8_DTYPES, Reduction, Softmax, WindowBatch
-from vllm_pyramid.kernels.reference_attention import paged_attention
-from vllm_pyramid.kernels.reference_shared import shared_attention
+from vllm_pyramid.kernels.reference_attention import paged_attention, shared_attention
 
 __all__ = [
     "compact",

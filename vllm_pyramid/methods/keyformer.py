@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
-from vllm_pyramid.methods.noise import uniform
+from vllm_pyramid.methods.random_scores import uniform
 
 if TYPE_CHECKING:
     import torch

@@ -79,19 +79,8 @@ class ObservationWindowScorer(Scorer):
         return F.pad(mass, (0, inputs.window))
 
     def scores(self, batch: EvictionBatch) -> torch.Tensor:
-        from vllm_pyramid.kernels.records import Reduction, WindowBatch
+        from vllm_pyramid.kernels.records import Reduction
 
-        call = batch.call
-        prompts = WindowBatch(
-            call.query,
-            call.key_cache,
-            batch.tables,
-            batch.query_ends,
-            batch.lens,
-            batch.policy.window,
-            max_prompt_len=batch.longest,
-            key_scale=call.key_scale,
-            key_scales=call.key_scales,
-        )
+        prompts, softmax = batch.last_queries(batch.policy.window), batch.call.softmax
         reduction = Reduction(self.gqa_reduce, self.pooling, self.kernel_size)
-        return call.ops.window_scores(prompts, call.softmax, reduction)
+        return batch.call.ops.window_scores(prompts, softmax, reduction)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_pyramid.kernels.records import WindowBatch
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint, IntArray
 from vllm_pyramid.policy.kept_spans import leading
 from vllm_pyramid.step.attention_inputs import AttentionInputs
@@ -93,6 +94,21 @@ class EvictionBatch:
         """The layers, in words."""
         first, last = int(self.layers.min()), int(self.layers.max())
         return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+    def last_queries(self, window: int) -> WindowBatch:
+        """Return the last `window` queries of the requests, for kernels that score by them."""
+        call = self.call
+        return WindowBatch(
+            call.query,
+            call.key_cache,
+            self.tables,
+            self.query_ends,
+            self.lens,
+            window,
+            max_prompt_len=self.longest,
+            key_scale=call.key_scale,
+            key_scales=call.key_scales,
+        )
 
     def only(self, rows: Sequence[int]) -> EvictionBatch:
         """Return some rows of the batch."""

@@ -14,18 +14,16 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.policy import Policy, load_policy, load_presets
 from vllm_pyramid.policy.served_settings import NO_POLICY
 from vllm_pyramid.tools.command_parts import Progress, parse_engine_args
-
-if TYPE_CHECKING:
-    from vllm_pyramid.policy import Policy
 
 Shares = npt.NDArray[np.float64]
 _KEYS = {"prompt": str, "prompt_token_ids": list}
@@ -170,8 +168,6 @@ def _policy_of(settings: KVSettings) -> Policy:
             "calibrated"
         )
     if policy is None or not policy.allocator.defers:
-        from vllm_pyramid.policy import load_presets
-
         solving = [preset.name for preset in load_presets() if preset.allocator.defers]
         raise ValueError(
             f"policy {settings.kv_policy!r} knows its lengths beforehand, so there is nothing to "
@@ -214,8 +210,6 @@ def run(args: argparse.Namespace) -> int:
             reports.append(report)
             progress.advance()
     calibration = collect(reports, policy.window + policy.sinks)
-    from vllm_pyramid.policy import load_policy
-
     own = load_policy(args.kv_policy, None, settings.kv_policy_args).min_tokens
     made_from = policy.model_copy(update={"min_tokens": own})
     output.write_text(

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from vllm_pyramid.compat.versions import WrongVLLMError, check_vllm
+from vllm_pyramid.policy import RECOMMENDED, load_presets
 from vllm_pyramid.tools import calibrate
 from vllm_pyramid.tools.bench.command import add_command as add_bench
 from vllm_pyramid.tools.budgets.command import add_command as add_budgets
+from vllm_pyramid.tools.demo import model_path
 from vllm_pyramid.tools.doctor.command import add_command as add_doctor
 from vllm_pyramid.tools.eval.command import add_command as add_eval
 from vllm_pyramid.tools.sessions import add_command as add_sessions
@@ -54,8 +56,6 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _run_policies(args: argparse.Namespace) -> int:
-    from vllm_pyramid.policy import RECOMMENDED, load_presets
-
     presets = load_presets()
     if args.json:
         print(json.dumps([policy.model_dump() for policy in presets], indent=2))
@@ -87,8 +87,6 @@ def _run_policies(args: argparse.Namespace) -> int:
 
 
 def _run_model(args: argparse.Namespace) -> int:
-    from vllm_pyramid.tools.demo import model_path
-
     print(model_path())
     return 0
 

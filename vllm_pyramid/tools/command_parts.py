@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_pyramid.frontend.settings import CONFIG_KEYS
-
-# Settings that a command leaves to `--engine-args`.
-_ALSO_FOR_COMMANDS = {
-    *("kv_admission", "kv_request_overrides", "kv_max_request_budget", "kv_keep", "kv_host_cache"),
-    *("kv_host_cache_dir", "kv_host_cache_dir_gib", "kv_turn_mode", "kv_session_ttl"),
+# Arguments of an engine that no command leaves to `--engine-args`.
+_OWN_FLAGS = {
+    *("model", "kv_policy", "kv_budget", "kv_min_tokens", "kv_policy_args", "kv_evict"),
+    *("kv_trace", "kv_swap_space"),
 }
 
 
@@ -45,7 +43,7 @@ def parse_engine_args(text: str | None) -> dict[str, Any]:
         raise ValueError(f"--engine-args is not valid JSON: {error.msg} in {text!r}") from None
     if not isinstance(values, dict):
         raise ValueError('--engine-args must be a JSON object such as {"dtype": "bfloat16"}')
-    if taken := values.keys() & ({"model", *CONFIG_KEYS} - _ALSO_FOR_COMMANDS):
+    if taken := values.keys() & _OWN_FLAGS:
         raise ValueError(
             f"--engine-args: leave {', '.join(sorted(taken))} out, which has its own flag"
         )
@@ -83,34 +81,22 @@ def check_writable(folder: Path, paths: Iterable[Path | None]) -> None:
         raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
-def progress_bar(console: Any) -> Any:
-    """Return Rich's progress bar with counts, and the time that has passed and is left."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-
-
 class Progress:
-    """A progress bar that shows what is being done, and how many of `total` are done."""
+    """A progress bar that shows what is being done, how many of `total` are done, and the times."""
 
     def __init__(self, console: Any, total: int) -> None:
-        self._bar = progress_bar(console)
+        from rich import progress
+
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=30),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
         self._task = self._bar.add_task("starting", total=total)
 
     def __enter__(self) -> Progress:

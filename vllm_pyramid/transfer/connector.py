@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -15,23 +15,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
+from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.host_folder import namespace_of_engines
 from vllm_pyramid.step.hooks import SchedulerHooks
+from vllm_pyramid.step.limited_log import LimitedLog
 from vllm_pyramid.transfer.incoming import IncomingStates
-from vllm_pyramid.transfer.outgoing import OutgoingStates
 from vllm_pyramid.transfer.settings import NAME, TransferSettings
-from vllm_pyramid.transfer.states import TransferOrders
-from vllm_pyramid.transfer.transport import make_transport
+from vllm_pyramid.transfer.states import (
+    SEND,
+    BlockOrder,
+    State,
+    Ticket,
+    TransferOrders,
+    asks,
+    given_back,
+    request_key,
+)
+from vllm_pyramid.transfer.transport import Transport, make_transport
 from vllm_pyramid.transfer.workers import WorkerTransfers
 from vllm_pyramid.worker.host_pool import pages_of
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 
 class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
@@ -154,3 +163,65 @@ class PyramidConnector(KVConnectorBase_V1, SupportsHMA):
         elif hasattr(self, "_incoming"):
             self._incoming.close()
         self._transport.close()
+
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class OutgoingStates:
+    """The states that one engine sends; `orders` are of the next step."""
+
+    def __init__(
+        self,
+        coordinator: LockstepCoordinator,
+        transport: Transport,
+        namespace: str,
+        peer: str,
+        ranks: int,
+    ) -> None:
+        self._coordinator, self._transport = coordinator, transport
+        self._namespace, self._peer, self._ranks = namespace, peer, ranks
+        self._log = LimitedLog(logger.error)
+        self.orders: list[BlockOrder] = []
+
+    def ended(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Order a request's state to be sent, if the request asks for that.
+
+        An answer that has ended by itself is complete, and needs no other engine. Returns whether
+        the blocks stay until they are reported as sent, and the ticket, as
+        `request_finished_all_groups`.
+        """
+        if not asks(request.kv_transfer_params, SEND):
+            return False, None
+        if request.status != RequestStatus.FINISHED_LENGTH_CAPPED or request.mm_features:
+            return False, None
+        record = self._coordinator.plans.records[request.request_id]
+        served, plan = record.terms.served, record.resolved or record.plan
+        if served is None or not isinstance(plan, RetentionPlan) or not record.num_blocks:
+            return False, None
+        if request.prompt_token_ids is None or record.is_ordered:
+            return False, None
+        ticket = Ticket.new(self._peer, self._ranks)
+        key = request_key(served, plan, request.prompt_token_ids)
+        state = State(ticket, self._namespace, key)
+        try:
+            state.put_head(self._transport, int(request.output_token_ids[0]))
+        except OSError as error:
+            self._log("head", "no ticket for request %s: %s", request.request_id, error)
+            return False, None
+        self.orders.append(BlockOrder(request.request_id, state, self._tails(request, plan)))
+        return True, ticket.as_params()
+
+    def _tails(self, request: Request, plan: RetentionPlan) -> list[int]:
+        """Return the ids of the blocks that hold what a prompt keeps, of all layers in turn."""
+        size = self._coordinator.layer_blocks.largest
+        rows, heads = -(-plan.prompt_len // size), given_back(plan, size).tolist()
+        tables = self._coordinator.layout.tables(request.request_id)
+        found = [table[head:rows] for table, head in zip(tables, heads, strict=True)]
+        blocks = [block for tail in found for block in tail]
+        if any(block.is_null for block in blocks):
+            raise RuntimeError(
+                f"request {request.request_id}: its tables lack blocks that its prompt keeps; "
+                "report this"
+            )
+        return [block.block_id for block in blocks]

@@ -6,19 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm_pyramid.kernels.contract import FEWEST_KEYS
-from vllm_pyramid.kernels.cpu.checks import (
-    cache_code,
-    check_caches,
-    check_head_size,
-    check_heads,
-    check_scale,
-    dtype_code,
-    head_table_strides,
-    lse_address,
-    sinks_and_code,
-    table_stride,
-    vector_address,
-)
+from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrAttention, PyrCacheWrite, PyrShared, packer
 from vllm_pyramid.kernels.gather_tokens import check_head_tables
@@ -42,18 +30,18 @@ def reshape_and_cache(
     value_scale: float = 1.0,
 ) -> None:
     """Check and convert the new tokens, and let C++ copy or quantise them."""
-    strides = check_caches(key_cache, value_cache)
+    strides = checks.check_caches(key_cache, value_cache)
     blocks, heads, block_size, head_size = key_cache.shape
     source_code = code = 0
     if key_cache.dtype in FP8_DTYPES:
-        check_scale("key_scale", key_scale)
-        check_scale("value_scale", value_scale)
-        source_code, code = dtype_code("key", key), cache_code(key_cache)
+        checks.check_scale("key_scale", key_scale)
+        checks.check_scale("value_scale", value_scale)
+        source_code, code = checks.dtype_code("key", key), checks.cache_code(key_cache)
         value = value.to(key.dtype)
     elif key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
         key, value = key.to(key_cache.dtype), value.to(key_cache.dtype)
-    key_strides = check_heads("key", key, heads, head_size)
-    value_strides = check_heads("value", value, heads, head_size)
+    key_strides = checks.check_heads("key", key, heads, head_size)
+    value_strides = checks.check_heads("value", value, heads, head_size)
     tokens = slot_mapping.shape[0]
     if key.shape[1] != heads or value.shape[1] != heads:
         raise ValueError(
@@ -102,7 +90,7 @@ def paged_attention(
     if batch.block_table.dim() == 3:
         heads = batch.key_cache.shape[1]
         check_head_tables(batch.block_table, heads, softmax.sliding_window)
-        strides = head_table_strides(batch.block_table, batch.seq_lens.shape[0])
+        strides = checks.head_table_strides(batch.block_table, batch.seq_lens.shape[0])
     record = attention_record(out, batch, batch.value_cache, softmax, log_sum_exp, strides)
     run("paged_attention", record)
 
@@ -139,11 +127,11 @@ def attention_record(
     scale, soft_cap, sliding_window = softmax.scale, softmax.soft_cap, softmax.sliding_window
     if batch.value_table is not None:
         raise ValueError("value_table: the C++ kernels read K and V by one table")
-    strides = check_caches(key_cache, value_cache)
+    strides = checks.check_caches(key_cache, value_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
-    check_head_size(head_size)
-    query_strides = check_heads("query", query, kv_heads, head_size)
-    out_strides = check_heads("out", out, kv_heads, head_size)
+    checks.check_head_size(head_size)
+    query_strides = checks.check_heads("query", query, kv_heads, head_size)
+    out_strides = checks.check_heads("out", out, kv_heads, head_size)
     tokens, heads = query.shape[:2]
     if out.shape != query.shape:
         raise ValueError(f"out {tuple(out.shape)} and query {tuple(query.shape)} must be alike")
@@ -152,27 +140,27 @@ def attention_record(
         raise ValueError(f"scale must be positive, got {scale}")
     if sliding_window < 0 or soft_cap < 0:
         raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must be >= 0")
-    check_scale("key_scale", batch.key_scale, batch.key_scales)
-    check_scale("value_scale", batch.value_scale, batch.value_scales)
-    sinks_address, sinks_code = sinks_and_code(softmax.sinks, heads)
+    checks.check_scale("key_scale", batch.key_scale, batch.key_scales)
+    checks.check_scale("value_scale", batch.value_scale, batch.value_scales)
+    sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, heads)
     return _pack_attention(
         out.data_ptr(),
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         block_table.data_ptr(),
-        vector_address("query_start_loc", batch.query_start_loc, requests + 1),
-        vector_address("seq_lens", batch.seq_lens, requests),
-        vector_address("skips", batch.skips, requests),
+        checks.vector_address("query_start_loc", batch.query_start_loc, requests + 1),
+        checks.vector_address("seq_lens", batch.seq_lens, requests),
+        checks.vector_address("skips", batch.skips, requests),
         sinks_address,
-        lse_address(log_sum_exp, query),
-        *(dtype_code("out", out), dtype_code("query", query)),
-        *(cache_code(key_cache), sinks_code),
+        checks.lse_address(log_sum_exp, query),
+        *(checks.dtype_code("out", out), checks.dtype_code("query", query)),
+        *(checks.cache_code(key_cache), sinks_code),
         *(tokens, heads, kv_heads, head_size, block_size, blocks, requests, block_table.shape[-1]),
         *out_strides,
         *query_strides,
         *strides,
-        *(table_of_heads or (table_stride(block_table, requests), 0)),
+        *(table_of_heads or (checks.table_stride(block_table, requests), 0)),
         *(min(sliding_window, INT32_MAX), torch.get_num_threads()),
         *(scale * batch.key_scale, soft_cap, batch.value_scale),
     )

@@ -5,19 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.cpu.checks import (
-    cache_code,
-    check_cache,
-    check_caches,
-    check_head_size,
-    check_heads,
-    check_scale,
-    dtype_code,
-    lse_address,
-    sinks_and_code,
-    table_stride,
-    vector_address,
-)
+from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrCompact, PyrScores, PyrSelect, packer
 from vllm_pyramid.kernels.log_sum_exp import check_scores, check_some_requests
@@ -36,43 +24,66 @@ def window_scores(
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score all KV heads of all requests, in parallel over chunks of keys."""
-    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
-    prompt_lens, window = batch.prompt_lens, batch.window
-    key_strides = check_cache("key_cache", key_cache)
-    blocks, kv_heads, block_size, head_size = key_cache.shape
-    check_head_size(head_size)
-    query_strides = check_heads("query", query, kv_heads, head_size)
-    requests = prompt_lens.shape[0]
+    requests, window = batch.prompt_lens.shape[0], batch.window
     check_some_requests(requests)
-    if window < 1 or softmax.soft_cap < 0:
-        raise ValueError(f"window {window} must be >= 1 and soft_cap {softmax.soft_cap} >= 0")
-    longest = int(prompt_lens.max()) if batch.max_prompt_len is None else batch.max_prompt_len
-    if longest <= window:
-        raise ValueError(f"prompts of {longest} tokens have none before a window of {window}")
-    check_scale("key_scale", batch.key_scale, batch.key_scales)
-    sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
-    out = torch.empty((requests, kv_heads, longest - window), dtype=torch.float32)
-    record = _pack_scores(
+    if window < 1:
+        raise ValueError(f"window {window} must be >= 1")
+    columns = longest_prompt(batch) - window
+    if columns < 1:
+        raise ValueError(
+            f"prompts of {columns + window} tokens have none before a window of {window}"
+        )
+    kv_heads = batch.key_cache.shape[1]
+    out = torch.empty((requests, kv_heads, columns), dtype=torch.float32)
+    run("window_scores", scores_record(out, batch, softmax, reduction, log_sum_exp))
+    return out
+
+
+def longest_prompt(batch: WindowBatch) -> int:
+    if batch.max_prompt_len is not None:
+        return batch.max_prompt_len
+    return int(batch.prompt_lens.max())
+
+
+def scores_record(
+    out: torch.Tensor,
+    batch: WindowBatch,
+    softmax: Softmax,
+    reduction: Reduction,
+    log_sum_exp: torch.Tensor | None = None,
+) -> bytes:
+    """Check the arguments and pack a `PyrScores`; `out` is `[R, G, columns]`."""
+    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
+    key_strides = checks.check_cache("key_cache", key_cache)
+    blocks, kv_heads, block_size, head_size = key_cache.shape
+    checks.check_head_size(head_size)
+    query_strides = checks.check_heads("query", query, kv_heads, head_size)
+    if softmax.soft_cap < 0:
+        raise ValueError(f"soft_cap {softmax.soft_cap} must be >= 0")
+    checks.check_scale("key_scale", batch.key_scale, batch.key_scales)
+    requests, columns = out.shape[0], out.shape[2]
+    sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, query.shape[1])
+    return _pack_scores(
         out.data_ptr(),
-        lse_address(log_sum_exp, query),
+        checks.lse_address(log_sum_exp, query),
         query.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
-        vector_address("query_ends", batch.query_ends, requests),
-        vector_address("prompt_lens", prompt_lens, requests),
+        checks.vector_address("query_ends", batch.query_ends, requests),
+        checks.vector_address("prompt_lens", batch.prompt_lens, requests),
         sinks_address,
-        *(dtype_code("query", query), cache_code(key_cache), sinks_code),
+        *(checks.dtype_code("query", query), checks.cache_code(key_cache), sinks_code),
         *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
-        *(block_table.shape[1], longest - window),
+        *(block_table.shape[1], columns),
         *query_strides,
         *key_strides,
-        table_stride(block_table, requests),
-        *(window, GQA_REDUCTIONS.index(reduction.gqa_reduce), POOLINGS.index(reduction.pooling)),
+        checks.table_stride(block_table, requests),
+        batch.window,
+        GQA_REDUCTIONS.index(reduction.gqa_reduce),
+        POOLINGS.index(reduction.pooling),
         *(reduction.kernel_size, torch.get_num_threads()),
         *(softmax.scale * batch.key_scale, softmax.soft_cap),
     )
-    run("window_scores", record)
-    return out
 
 
 def select(
@@ -95,8 +106,8 @@ def select(
     record = _pack_select(
         out.data_ptr(),
         scores.data_ptr(),
-        vector_address("prompt_lens", prompt_lens, requests),
-        vector_address("keeps", keeps, requests),
+        checks.vector_address("prompt_lens", prompt_lens, requests),
+        checks.vector_address("keeps", keeps, requests),
         *(requests, heads, longest, columns, scores.stride(0), scores.stride(1), window, sinks),
         torch.get_num_threads(),
     )
@@ -116,7 +127,7 @@ def compact(
 ) -> None:
     """Move rows as bytes, for elements of any size; `max_keep` is not used."""
     del max_keep
-    strides = check_caches(key_cache, value_cache)
+    strides = checks.check_caches(key_cache, value_cache)
     blocks, heads, block_size, head_size = key_cache.shape
     requests = prompt_lens.shape[0]
     if kept.dtype != torch.int32 or kept.dim() != 3 or kept.shape[:2] != (requests, heads):
@@ -131,11 +142,11 @@ def compact(
         value_cache.data_ptr(),
         block_table.data_ptr(),
         kept.data_ptr(),
-        vector_address("prompt_lens", prompt_lens, requests),
-        vector_address("keeps", keeps, requests),
+        checks.vector_address("prompt_lens", prompt_lens, requests),
+        checks.vector_address("keeps", keeps, requests),
         *(key_cache.element_size(), heads, head_size, block_size, blocks, requests),
         *(block_table.shape[1], kept.shape[2]),
         *strides,
-        *(table_stride(block_table, requests), *kept.stride()[:2], torch.get_num_threads()),
+        *(checks.table_stride(block_table, requests), *kept.stride()[:2], torch.get_num_threads()),
     )
     run("compact", record)

@@ -7,11 +7,11 @@ float16, float8_e4m3fn or float8_e5m2; head sizes are multiples of 8 up to 512.
 
 from __future__ import annotations
 
+from vllm_pyramid.kernels.contract import of_back_end
 from vllm_pyramid.kernels.cpu import library as cpu_library
 from vllm_pyramid.kernels.cpu.attention import paged_attention, reshape_and_cache, shared_attention
 from vllm_pyramid.kernels.cpu.eviction import compact, select, window_scores
 from vllm_pyramid.kernels.cpu.library import current_isa, set_isa
-from vllm_pyramid.kernels.of_methods import of_back_end
 from vllm_pyramid.kernels.reference import (
     copy_blocks,
     unrankable,
@@ -19,7 +19,6 @@ from vllm_pyramid.kernels.reference import (
 )
 
 __all__ = [
-    "available",
     "compact",
     "copy_blocks",
     "current_isa",
@@ -39,14 +38,9 @@ of_method = of_back_end("cpu")
 
 
 def load_error() -> str:
-    """Load the library; return why that fails and what to do about it, or ""."""
+    """Load the library; return why that fails and what to do, or "". ValueError: as `load`."""
     try:
         cpu_library.load()
     except cpu_library.LibraryError as error:
         return str(error)
     return ""
-
-
-def available() -> bool:
-    """Return whether the kernels can be used; ValueError as `library.load`."""
-    return not load_error()

@@ -29,7 +29,11 @@ def _doubles(names: str) -> Fields:
     return [(name, ctypes.c_double) for name in names.split()]
 
 
-class PyrAttention(ctypes.Structure):
+class Record(ctypes.Structure):
+    """A struct of the header."""
+
+
+class PyrAttention(Record):
     _fields_ = [
         *_pointers("out query key value table query_start seq_lens skips sinks log_sum_exp"),
         *_integers("out_dtype query_dtype cache_dtype sinks_dtype"),
@@ -41,7 +45,7 @@ class PyrAttention(ctypes.Structure):
     ]
 
 
-class PyrKeyMass(ctypes.Structure):
+class PyrKeyMass(Record):
     _fields_ = [
         ("attention", PyrAttention),
         *_pointers("mass first_queries"),
@@ -49,7 +53,7 @@ class PyrKeyMass(ctypes.Structure):
     ]
 
 
-class PyrTopn(ctypes.Structure):
+class PyrTopn(Record):
     _fields_ = [
         ("attention", PyrAttention),
         *_pointers("top_n value_rows"),
@@ -57,11 +61,11 @@ class PyrTopn(ctypes.Structure):
     ]
 
 
-class PyrShared(ctypes.Structure):
+class PyrShared(Record):
     _fields_ = [("attention", PyrAttention), *_integers("fewest_keys")]
 
 
-class PyrScores(ctypes.Structure):
+class PyrScores(Record):
     _fields_ = [
         *_pointers("out log_sum_exp query key table query_ends prompt_lens sinks"),
         *_integers("query_dtype cache_dtype sinks_dtype"),
@@ -72,7 +76,7 @@ class PyrScores(ctypes.Structure):
     ]
 
 
-class PyrObservedExpected(ctypes.Structure):
+class PyrObservedExpected(Record):
     _fields_ = [
         ("scores", PyrScores),
         *_pointers("value future starts"),
@@ -81,7 +85,7 @@ class PyrObservedExpected(ctypes.Structure):
     ]
 
 
-class PyrFutureQueries(ctypes.Structure):
+class PyrFutureQueries(Record):
     _fields_ = [
         *_pointers("out query cos_sin query_ends last_positions"),
         *_integers("query_dtype cos_sin_dtype"),
@@ -90,7 +94,7 @@ class PyrFutureQueries(ctypes.Structure):
     ]
 
 
-class PyrRecentMass(ctypes.Structure):
+class PyrRecentMass(Record):
     _fields_ = [
         *_pointers("out log_sum_exp query key table query_ends seq_lens skips recents contexts"),
         *_pointers("sinks"),
@@ -101,14 +105,14 @@ class PyrRecentMass(ctypes.Structure):
     ]
 
 
-class PyrSelect(ctypes.Structure):
+class PyrSelect(Record):
     _fields_ = [
         *_pointers("out scores prompt_lens keeps"),
         *_integers("R G out_len scores_len scores_r scores_g window sinks threads"),
     ]
 
 
-class PyrCompact(ctypes.Structure):
+class PyrCompact(Record):
     _fields_ = [
         *_pointers("key value table kept prompt_lens keeps"),
         *_integers("item_size G D N P R M kept_len"),
@@ -116,7 +120,7 @@ class PyrCompact(ctypes.Structure):
     ]
 
 
-class PyrCacheWrite(ctypes.Structure):
+class PyrCacheWrite(Record):
     _fields_ = [
         *_pointers("key value key_cache value_cache slots"),
         *_integers("source_dtype cache_dtype"),
@@ -127,7 +131,7 @@ class PyrCacheWrite(ctypes.Structure):
     ]
 
 
-class PyrSummaries(ctypes.Structure):
+class PyrSummaries(Record):
     _fields_ = [
         *_pointers("summaries key table starts seq_lens skips"),
         *_integers("kind cache_dtype summary_dtype"),
@@ -136,7 +140,7 @@ class PyrSummaries(ctypes.Structure):
     ]
 
 
-class PyrPageScores(ctypes.Structure):
+class PyrPageScores(Record):
     _fields_ = [
         *_pointers("out query pool table requests positions skips sinks"),
         *_integers("kind combine query_dtype pool_dtype sinks_dtype"),
@@ -146,7 +150,7 @@ class PyrPageScores(ctypes.Structure):
     ]
 
 
-class PyrPageSelect(ctypes.Structure):
+class PyrPageSelect(Record):
     _fields_ = [
         *_pointers("blocks pages counts seq_lens hidden"),
         *_pointers("scores table requests positions skips budgets"),
@@ -155,22 +159,7 @@ class PyrPageSelect(ctypes.Structure):
     ]
 
 
-RECORDS: tuple[type[ctypes.Structure], ...] = (
-    PyrAttention,
-    PyrKeyMass,
-    PyrTopn,
-    PyrScores,
-    PyrObservedExpected,
-    PyrFutureQueries,
-    PyrRecentMass,
-    PyrSelect,
-    PyrCompact,
-    PyrCacheWrite,
-    PyrSummaries,
-    PyrPageScores,
-    PyrPageSelect,
-    PyrShared,
-)
+RECORDS: tuple[type[ctypes.Structure], ...] = tuple(Record.__subclasses__())
 
 
 def fields_of(record: type[ctypes.Structure]) -> list[str]:

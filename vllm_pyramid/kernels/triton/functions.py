@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 
+from vllm_pyramid.kernels.contract import of_back_end
 from vllm_pyramid.kernels.log_sum_exp import check_scores, check_some_requests
-from vllm_pyramid.kernels.of_methods import of_back_end
-from vllm_pyramid.kernels.reference_shared import shared_attention  # not used on CUDA
+from vllm_pyramid.kernels.reference_attention import shared_attention  # not used on CUDA
 from vllm_pyramid.kernels.triton.attention_launch import paged_attention
 from vllm_pyramid.kernels.triton.checks import check_cache, check_table, check_unit_stride
 from vllm_pyramid.kernels.triton.move import compact_kernel, copy_blocks_kernel, write_rows_kernel

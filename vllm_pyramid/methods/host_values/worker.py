@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +13,10 @@ from vllm.logger import init_logger
 from vllm_pyramid.compat.cpu_resources import available_host_memory
 from vllm_pyramid.methods.host_values.fetch import FetchedValues
 from vllm_pyramid.methods.host_values.kernels import value_ops
-from vllm_pyramid.methods.host_values.pool import HostPool
-from vllm_pyramid.methods.host_values.space import capped_cache_bytes, check_host_memory, gib
 from vllm_pyramid.methods.host_values.traffic import NAME, StepTraffic
 from vllm_pyramid.plan import PlanMismatchError
 from vllm_pyramid.step.attention_inputs import AttentionInputs, CacheWrite
-from vllm_pyramid.step.hooks import CacheHooks, LayerHooks, StepHooks, WorkerContext
+from vllm_pyramid.step.hooks import CacheHooks, HostMemory, LayerHooks, StepHooks, WorkerContext
 from vllm_pyramid.step.score_check import mark_wrong_attention
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
@@ -119,7 +118,9 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
                 f"behind {step.computed[row]} crosses the end of its prompt of "
                 f"{step.prompt_lens[row]}, from which keys are chosen; report this"
             )
-        top_ns = np.array([_top_n(request.policy) for request in step.requests], np.int32)
+        # 0, all keys, where a request's policy keeps V on the device.
+        chosen = [getattr(request.policy.values, "top_n", 0) for request in step.requests]
+        top_ns = np.array(chosen, np.int32)
         self._step, self._past_prompt = step, past_prompt
         self._top_ns = torch.from_numpy(top_ns * past_prompt)
         self._value_rows = torch.zeros(len(top_ns), dtype=torch.int64)
@@ -216,6 +217,79 @@ class FetchedValueCache(HostValueCache):
         return super().end_step(step)
 
 
-def _top_n(policy: Policy) -> int:
-    """Return the keys that a request's policy takes; 0, all, if it keeps V on the device."""
-    return int(getattr(policy.values, "top_n", 0))
+class HostPool:
+    """One region of host memory, `num_pages` pages of `page_bytes`, for all layers of a worker.
+
+    Host page b holds V of the tokens whose K is in device page b, in the same order. Pages of
+    layers that keep V on the device leave theirs unused.
+    """
+
+    def __init__(
+        self, num_pages: int, page_bytes: int, make: Callable[[int], HostMemory] = HostMemory
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self._memory = make(num_pages * page_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def release(self) -> None:
+        self._memory.release()
+
+    def values(self, key_cache: torch.Tensor) -> torch.Tensor:
+        """Return V of a layer in host memory, dense, shaped as the device pool's `key_cache`."""
+        pages, heads, tokens, size = key_cache.shape
+        page_bytes = heads * tokens * size * key_cache.element_size()
+        if (pages, page_bytes) != (self.num_pages, self.page_bytes):
+            raise RuntimeError(
+                f"the device's cache has {pages} pages of {page_bytes} bytes of K, the host's "
+                f"memory {self.num_pages} of {self.page_bytes}: V would lie elsewhere; report this"
+            )
+        return self._memory.bytes.view(key_cache.dtype).view(pages, heads, tokens, size)
+
+
+_GIB = 2**30
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.3g} GiB"
+
+
+def capped_cache_bytes(
+    device_bytes: int, swap_bytes: int | None, *, page_bytes: int, longest_pages: int, longest: int
+) -> int:
+    """Return the bytes that the device's KV cache may have, so that each page has one on the host.
+
+    ValueError: the host could not hold a single request of `longest` tokens.
+    """
+    if swap_bytes is None or swap_bytes >= device_bytes:
+        return device_bytes
+    pages, needed = swap_bytes // page_bytes, longest_pages + 1  # and vLLM's null block
+    if pages < needed:
+        raise ValueError(
+            f"--kv-swap-space {gib(swap_bytes)} holds {pages} pages of V of {page_bytes} bytes; a "
+            f"request of max_model_len {longest} tokens needs {needed} ({gib(needed * page_bytes)})"
+            ": raise --kv-swap-space or lower --max-model-len"
+        )
+    return pages * page_bytes
+
+
+def check_host_memory(
+    pool_bytes: int, swap_bytes: int | None, *, free_bytes: int, workers: int
+) -> None:
+    """Raise ValueError unless the pools of this machine's workers can be allocated."""
+    if swap_bytes is not None and pool_bytes > swap_bytes:
+        raise ValueError(
+            f"the device's KV cache of {gib(pool_bytes)} has pages for which --kv-swap-space "
+            f"{gib(swap_bytes)} has no room, because --num-gpu-blocks-override sets their number: "
+            "leave the override out, or raise --kv-swap-space"
+        )
+    if pool_bytes * workers > free_bytes:
+        raise ValueError(
+            f"V takes {gib(pool_bytes)} of host memory a worker, as much as the device's KV cache, "
+            f"{gib(pool_bytes * workers)} for {workers}; this host has {gib(free_bytes)} free: set "
+            "a smaller --kv-swap-space (the device's KV cache then shrinks with it) without "
+            "--num-gpu-blocks-override, or free memory"
+        )

@@ -105,7 +105,6 @@ class ObservedExpectedScorer(Scorer):
         """Return the scores by kernels; ValueError: a request has too few queries in the step."""
         import numpy as np
 
-        from vllm_pyramid.kernels.records import WindowBatch
         from vllm_pyramid.methods.observed_expected.kernels import ScoreShape, observed_expected_ops
         from vllm_pyramid.step.upload import upload
 
@@ -114,17 +113,6 @@ class ObservedExpectedScorer(Scorer):
             raise ValueError(
                 f"a scorer looks at {self.queries} queries, and the step has {fewest} of a request"
             )
-        prompts = WindowBatch(
-            call.query,
-            call.key_cache,
-            batch.tables,
-            batch.query_ends,
-            batch.lens,
-            self.queries,
-            max_prompt_len=batch.longest,
-            key_scale=call.key_scale,
-            key_scales=call.key_scales,
-        )
         kernels, future = observed_expected_ops(call.ops), None
         if self.expected:
             last = (evictions.points[batch.shortened] - 1).astype(np.int32)
@@ -138,7 +126,7 @@ class ObservedExpectedScorer(Scorer):
             )
         shape = ScoreShape(policy.sinks, policy.window, self.kernel_size, self.expected)
         return kernels.observed_expected_scores(
-            prompts,
+            batch.last_queries(self.queries),
             call.value_cache,
             call.softmax,
             shape,

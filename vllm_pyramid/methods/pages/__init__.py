@@ -8,8 +8,7 @@
     an eviction          moves keys; their new pages are summarised        `after_compact`
     blocks are copied    summaries are copied with them                    `copy_blocks`
 
-It saves time, not memory; with a policy that evicts it saves both. `worker.py` does this, the other
-files are page scorers.
+It saves time, not memory; with a policy that evicts it saves both. `worker.py` does this.
 
 Settings, page scorers, costs and what was measured: docs/select.md.
 """
@@ -22,8 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, PlainSerializer, PlainValidator, SerializeAsAny
 
-from vllm_pyramid.methods.pages.box import BoxScorer
-from vllm_pyramid.methods.pages.spread import SpreadScorer
 from vllm_pyramid.plan import Budget, IntArray
 from vllm_pyramid.plan.cache import cached_by_bytes
 from vllm_pyramid.policy.allocator import Allocator, CurveAllocator
@@ -35,12 +32,60 @@ from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.page_scorer import PageScorer
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
     from vllm_pyramid.policy.policy import Policy
     from vllm_pyramid.step.hooks import LayerSpec, SchedulerHooks, WorkerContext, WorkerHooks
 
-__all__ = ["BoxScorer", "SelectPages", "SpreadScorer"]
+
+class SpreadScorer(PageScorer):
+    """Read the pages whose keys lie towards the query on average, or spread that way.
+
+    The summary is the mean and the standard deviation of the page's keys in each channel; the
+    product is q . mean + |q| . deviation. It finds single tokens that a mean hides, and is not
+    misled by channels whose extremes come from different keys, as a box is.
+    """
+
+    kind: Literal["spread"] = "spread"
+    rows: ClassVar[int] = 2
+    summary_kind: ClassVar[str | None] = "spread"
+    score_kind: ClassVar[str] = "spread"
+
+    def summarise(self, keys: torch.Tensor) -> torch.Tensor:
+        from torch import cat
+
+        return cat([keys.mean(dim=2), keys.std(dim=2, correction=0)], dim=-1)
+
+    def extend(self, query: torch.Tensor) -> torch.Tensor:
+        from torch import cat
+
+        return cat([query, query.abs()], dim=-1)
+
+
+class BoxScorer(PageScorer):
+    """Quest: read the pages whose keys may have the largest product with the query.
+
+    The summary is the greatest and the least number of the page's keys in each channel; their
+    product with the query's positive and negative part is never below that of any key of the page
+    (arXiv:2406.10774, section 3.3 and algorithm 1; ArkVale has the same bound, in host memory).
+    """
+
+    kind: Literal["box"] = "box"
+    rows: ClassVar[int] = 2
+    summary_kind: ClassVar[str | None] = "box"
+    score_kind: ClassVar[str] = "box"
+
+    def summarise(self, keys: torch.Tensor) -> torch.Tensor:
+        from torch import cat
+
+        return cat([keys.amax(dim=2), keys.amin(dim=2)], dim=-1)
+
+    def extend(self, query: torch.Tensor) -> torch.Tensor:
+        from torch import cat
+
+        return cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
+
 
 _LAST = 2**31
 
@@ -180,7 +225,7 @@ class SelectPages(Attend):
     def check_config(self, policy: Policy, config: VllmConfig) -> None:
         if ":" not in self.scorer.kind:
             return
-        from vllm_pyramid.methods.pages.trial import try_scorer
+        from vllm_pyramid.methods.pages.summaries import try_scorer
 
         model, parallel = config.model_config, config.parallel_config
         try_scorer(

@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_pyramid.methods.pages.choosing import head_requests, parts_of
+import torch
+
+from vllm_pyramid.methods.pages.choosing import Choosing, head_requests, parts_of
+from vllm_pyramid.methods.pages.decode_rows import DecodeRows
 from vllm_pyramid.methods.pages.kernels import device_page_ops, page_ops
-from vllm_pyramid.methods.pages.kernels.records import PageLists, PageSelection
-from vllm_pyramid.methods.pages.unranked import fail_unranked, flag_lists, pass_on
+from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists, PageSelection
+from vllm_pyramid.methods.pages.step_rows import Bounds
+from vllm_pyramid.methods.pages.summaries import Summaries
+from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadRequests
+from vllm_pyramid.step.failures import METHOD, SCORES, Failure, Failures
+from vllm_pyramid.step.step import Step
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_pyramid.methods.pages import SelectPages
-    from vllm_pyramid.methods.pages.choosing import Choosing
-    from vllm_pyramid.methods.pages.decode_rows import DecodeRows
-    from vllm_pyramid.methods.pages.kernels.records import PageBatch
-    from vllm_pyramid.methods.pages.step_rows import Bounds
-    from vllm_pyramid.methods.pages.summaries import Summaries
-    from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadRequests
-    from vllm_pyramid.step.step import Step
 
 BLOCKS = 1, 0  # names of lists that have blocks
 
@@ -120,3 +120,49 @@ class PageChooser:
             ops.select_pages(
                 pages, scores, budgets, sinks=bounds.sinks, recent=bounds.recent, out=chosen
             )
+
+
+_UNRANKED = Failure(
+    SCORES, "its keys or queries have NaN or infinity, so its pages cannot be ranked"
+)
+_OTHER_COUNTS = Failure(METHOD, "its tables have other numbers of pages than were planned")
+
+
+def fail_unranked(
+    failures: Failures, choosing: Choosing, part: slice, scores: torch.Tensor, query: torch.Tensor
+) -> None:
+    """Let requests fail whose pages have NaN for scores, which are then replaced, in place.
+
+    `scores` are `[rows of part, G, pages]` on the host, `query` `[T, H, D]`.
+    """
+    # Scores are weights, or -inf, so no sum of them is NaN unless one of them is.
+    if not math.isnan(scores.sum()):
+        return
+    wrong = scores.flatten(1).sum(dim=1).isnan()
+    failures.flag(_UNRANKED, choosing.request_ids[part], wrong)
+    scores.masked_fill_(wrong[:, None, None], 0.0)
+    pass_on(failures, choosing, part, wrong, query)
+
+
+def pass_on(
+    failures: Failures, choosing: Choosing, part: slice, wrong: torch.Tensor, query: torch.Tensor
+) -> None:
+    """Make the queries of failed rows NaN in a pipeline stage before the last one.
+
+    The scheduler sees no failure there. With these queries the layers above fail, too.
+    """
+    if not failures.reports_evictions:
+        return
+    own = query[part] if choosing.tokens is None else query[choosing.tokens[part]]
+    own = own.masked_fill(wrong[:, None, None], torch.nan)
+    if choosing.tokens is None:
+        query[part] = own
+    else:
+        query.index_copy_(0, choosing.tokens[part], own)
+
+
+def flag_lists(failures: Failures, request_ids: Sequence[str], lists: PageLists) -> None:
+    """Let the requests fail whose rows are flagged, or will be when the device has chosen."""
+    rows = len(request_ids)
+    failures.flag(_UNRANKED, request_ids, lists.unranked[:rows])
+    failures.flag(_OTHER_COUNTS, request_ids, lists.miscounted[:rows])

@@ -13,20 +13,16 @@ greatest length.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_pyramid.methods.pages.choosing import TILE, head_requests, padded
 from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
+from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
+from vllm_pyramid.step.attention_inputs import AttentionInputs
+from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
-
-if TYPE_CHECKING:
-    from vllm_pyramid.methods.pages.step_rows import StepReadsPlan
-    from vllm_pyramid.step.attention_inputs import AttentionInputs
-    from vllm_pyramid.step.step import Step
-
 
 # Rows that are scored at once: as many as vLLM captures graphs of by itself.
 AT_ONCE = 512

@@ -14,18 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.eviction_memory import COPIES_BYTES, parts_of_heads
 from vllm_pyramid.step.failures import METHOD, Failure
 from vllm_pyramid.step.hooks import CacheHooks, EvictionHooks, WorkerContext
-
-if TYPE_CHECKING:
-    from vllm_pyramid.policy.policy import Policy
-    from vllm_pyramid.step.eviction_batch import EvictionBatch
-    from vllm_pyramid.step.scorer_inputs import ScorerInputs
+from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
 
 class RidgeHooks(CacheHooks, EvictionHooks):

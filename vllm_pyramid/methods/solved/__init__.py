@@ -196,14 +196,14 @@ class GlobalAllocator(SolvingAllocator):
         return self.retention is not None
 
     def evidence(self, scores: torch.Tensor) -> torch.Tensor:
-        from vllm_pyramid.methods.solved.lengths import sum_of_heads
+        from vllm_pyramid.methods.solved.worker import sum_of_heads
 
         return sum_of_heads(scores)
 
     def measures(
         self, evidence: torch.Tensor, mean: int, capacity: int, sinks: int, least: int
     ) -> torch.Tensor:
-        from vllm_pyramid.methods.solved.lengths import best_lengths, least_lengths
+        from vllm_pyramid.methods.solved.worker import best_lengths, least_lengths
 
         layers = evidence.shape[0]
         if self.retention is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pyramid.tools.bench.options import MEASURES, EngineOptions, add_flags, parse
+from vllm_pyramid.tools.child_process import ChildError, orderly_termination
 from vllm_pyramid.tools.command_parts import check_writable
 
 
@@ -50,8 +51,6 @@ def run_with_folder(options: EngineOptions, measure: Callable[[Path, Any], None]
     if find_spec("pandas") is None:
         raise ValueError("the bench needs pandas: pip install 'vllm-pyramid[bench]'")
     check_writable(options.out, (options.json_file,))
-    from vllm_pyramid.tools.child_process import ChildError, orderly_termination
-
     with tempfile.TemporaryDirectory(prefix="vllm-pyramid-") as folder:
         try:
             with orderly_termination():

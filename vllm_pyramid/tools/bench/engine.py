@@ -11,9 +11,9 @@ from typing import Any
 from vllm_pyramid.policy.request_keys import RESUME
 from vllm_pyramid.tools.bench.samples import Request, Sample, Step, engine_sample
 from vllm_pyramid.tools.bench.scheduler_log import (
-    Pages,
     SchedulerLog,
     evictions_counted,
+    pages_counted,
     steps_with_room,
 )
 
@@ -139,7 +139,7 @@ class Engine:
             resume: requests say where the turns before them ended.
         """
         self.log.preemptions = 0
-        pages = Pages.counted(self.scheduler)
+        pages = pages_counted(self.scheduler)
         later = later or [[] for _ in prompts]
         expected = len(prompts) + sum(map(len, later))
         waiting = [_Talk(*one) for one in zip(prompts, later, strict=True)]
@@ -190,7 +190,7 @@ class Engine:
                 "they evicted something"
             )
         sample = engine_sample(steps, requests, self.log.preemptions)
-        return sample | Pages.counted(self.scheduler).since(pages)
+        return sample | pages_counted(self.scheduler, pages)
 
     def fill(
         self,
@@ -245,7 +245,7 @@ class Engine:
 
         RuntimeError: a prompt was admitted or a request finished meanwhile.
         """
-        pages = Pages.counted(self.scheduler)
+        pages = pages_counted(self.scheduler)
         steps = [self.step() for _ in range(count)]
         batches = {step.decoding for step in steps}
         if len(batches) != 1 or any(step.prompt_tokens for step in steps):
@@ -253,5 +253,5 @@ class Engine:
                 f"the requests that decode changed during the measurement: {sorted(batches)}"
             )
         seconds = [step.seconds for step in steps]
-        read = Pages.counted(self.scheduler).since(pages)
+        read = pages_counted(self.scheduler, pages)
         return {"seconds": seconds, "batch": batches.pop(), **read}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -70,34 +71,18 @@ def evictions_counted(scheduler: Any) -> int:
     return 0 if coordinator is None else int(coordinator.counters.num_evictions)
 
 
-class Pages(NamedTuple):
-    """Pages of generated tokens, summed over the layers; zeros where a policy selects none.
+def pages_counted(scheduler: Any, before: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return the pages of generated tokens since a scheduler's start, or since an earlier count.
 
-    Attributes:
-        pages_read: that a policy with `attend` chose.
-        pages_visible: that attention to everything would read.
+    They are summed over the layers: those that were read, of those that were visible; zeros where a
+    policy selects none. The scheduler is vLLM's or ours.
     """
-
-    pages_read: int
-    pages_visible: int
-
-    @classmethod
-    def counted(cls, scheduler: Any) -> Pages:
-        """Return the pages since the start of a scheduler, vLLM's or ours."""
-        ours = getattr(scheduler, "pyramid", None)
-        totals = [] if ours is None else [hooks.totals() for hooks in ours.hooks]
-        read, visible = (
-            sum(of_hooks.get(key, 0) for of_hooks in totals)
-            for key in ("pages_read", "pages_visible")
-        )
-        return cls(read, visible)
-
-    def since(self, before: Pages) -> dict[str, int]:
-        """Return the difference to an earlier count, as a part of a sample."""
-        return {
-            "pages_read": self.pages_read - before.pages_read,
-            "pages_visible": self.pages_visible - before.pages_visible,
-        }
+    ours = getattr(scheduler, "pyramid", None)
+    totals = [] if ours is None else [hooks.totals() for hooks in ours.hooks]
+    return {
+        key: sum(of_hooks.get(key, 0) for of_hooks in totals) - (before or {}).get(key, 0)
+        for key in ("pages_read", "pages_visible")
+    }
 
 
 def steps_with_room(scheduler: Any, free: int, longest: int) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pyramid.frontend.cache_shape import CACHE_BYTES, DTYPE_BYTES, row_bytes
+from vllm_pyramid.frontend.model_shape import longest_of_model, shape_of_model
+from vllm_pyramid.tools.demo import model_path
 
 BLOCK_SIZE = 16  # tokens of a KV cache block in every engine of the bench
 
@@ -50,14 +52,9 @@ class Shape:
         return replace(self, dtype=dtype, cache_dtype=None if cache == "auto" else cache)
 
     @property
-    def cache_row_bytes(self) -> int:
-        """Bytes of K, or of V, of one token and KV head in the cache."""
-        return row_bytes(self.head_size, self.cache_dtype or self.dtype)
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.cache_row_bytes
+        return 2 * self.kv_heads * row_bytes(self.head_size, self.cache_dtype or self.dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -88,8 +85,6 @@ def write_model(shape: Shape, folder: Path) -> None:
     """
     from transformers import LlamaConfig
 
-    from vllm_pyramid.tools.demo import model_path
-
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=shape.hidden,
@@ -112,8 +107,6 @@ def write_model(shape: Shape, folder: Path) -> None:
 def shape_of_config(model: str) -> Shape:
     """Return the shape of a model from its configuration; ValueError: it has no such shape."""
     from transformers import AutoConfig
-
-    from vllm_pyramid.frontend.model_shape import longest_of_model, shape_of_model
 
     cache, _ = shape_of_model(model, None)
     if cache.layers:

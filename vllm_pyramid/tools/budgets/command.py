@@ -6,19 +6,25 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy.typing as npt
 
 from vllm_pyramid.frontend.cache_shape import CACHE_BYTES, CacheShape
 from vllm_pyramid.frontend.model_shape import shape_of_model, with_drafts
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.frontend.settings import KVSettings
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from vllm_pyramid.policy import Policy, RetentionPlan
-    from vllm_pyramid.policy.kept_spans import Spans
-    from vllm_pyramid.tools.budgets.other_layers import BlockSize
+from vllm_pyramid.plan import peak_blocks
+from vllm_pyramid.policy import Policy, RetentionPlan
+from vllm_pyramid.policy.capabilities import Feature, refuse
+from vllm_pyramid.policy.kept_spans import Spans
+from vllm_pyramid.tools.budgets.open_lengths import floor_sentence, show_open_budgets
+from vllm_pyramid.tools.budgets.other_layers import (
+    BlockSize,
+    choose_blocks,
+    report_of_other_layers,
+    sentences_of_other_layers,
+)
 
 _MIB = 1024 * 1024
 _SIZES = ("num_layers", "num_kv_heads", "head_size", "dtype")
@@ -83,8 +89,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_pyramid.tools.budgets.other_layers import choose_blocks
-
     policy = KVSettings(
         args.kv_policy, args.kv_budget, args.kv_min_tokens, parse_policy_args(args.kv_policy_args)
     ).policy()
@@ -105,8 +109,6 @@ def _run(args: argparse.Namespace) -> int:
         spans=_spans(policy, args.keep_first, args.prompt_len),
     )
     if plan.is_deferred:
-        from vllm_pyramid.tools.budgets.open_lengths import show_open_budgets
-
         show_open_budgets(policy, plan, source, shape, blocks, as_json=args.json)
         return 0
     report = _budget_report(policy, plan, shape, blocks, source, sizes)
@@ -119,8 +121,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def _spans(policy: Policy, first: int, prompt_len: int) -> Spans:
     """Return the span of the first tokens; none for no tokens."""
-    from vllm_pyramid.policy.capabilities import Feature, refuse
-
     if not first:
         return ()
     refuse(policy, {Feature.KV_KEEP: "--keep-first"})
@@ -163,9 +163,6 @@ def _budget_report(
     `sizes` are tokens of a block in each layer, or in each KV head where these have tables: then a
     layer's tokens are the mean of its heads, and its blocks their sum.
     """
-    from vllm_pyramid.plan import peak_blocks
-    from vllm_pyramid.tools.budgets.other_layers import report_of_other_layers
-
     block_size = shape.tokens_of_block(blocks_of.tokens)
     block_bytes = shape.page_bytes(blocks_of.tokens)
     full_blocks = -(-plan.prompt_len // block_size) * shape.num_layers
@@ -234,9 +231,6 @@ def _print_budgets(policy: Policy, report: dict[str, Any]) -> None:
     from rich.bar import Bar
     from rich.console import Console
     from rich.table import Table
-
-    from vllm_pyramid.tools.budgets.open_lengths import floor_sentence
-    from vllm_pyramid.tools.budgets.other_layers import sentences_of_other_layers
 
     widest = max(row["held"] for row in report["layers"])
     table = Table(

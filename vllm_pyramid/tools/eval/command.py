@@ -8,16 +8,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_pyramid.frontend.setting_values import parse_policy_args
 from vllm_pyramid.policy import AUTO, DEFAULT_MIN_TOKENS, Policy, load_policy
 from vllm_pyramid.tools.calibrate import read_prompts
+from vllm_pyramid.tools.child_process import ChildError, orderly_termination
 from vllm_pyramid.tools.command_parts import Progress, check_writable, names, parse_engine_args
-
-if TYPE_CHECKING:
-    from vllm_pyramid.tools.eval.compare import Row
-    from vllm_pyramid.tools.eval.haystack import Tokens
+from vllm_pyramid.tools.demo import model_path
+from vllm_pyramid.tools.eval.compare import Row, compare, made_up_prompts, row_of
+from vllm_pyramid.tools.eval.haystack import encoded, load_tokens
 
 
 def add_command(commands: Any) -> None:
@@ -72,10 +72,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_writable(args.json.parent, (args.json,))
 
-    from vllm_pyramid.tools.child_process import ChildError, orderly_termination
-    from vllm_pyramid.tools.demo import model_path
-    from vllm_pyramid.tools.eval.compare import compare, row_of
-
     model = str(model_path()) if args.model is None else args.model
     prompts = _prompts(args, model)
     console = Console()
@@ -128,22 +124,12 @@ def _policy(args: argparse.Namespace) -> tuple[dict[str, Any], Policy, Sequence[
 
 def _prompts(args: argparse.Namespace, model: str) -> list[list[int]]:
     """Return the prompts as tokens."""
-    from vllm_pyramid.tools.eval.compare import made_up_prompts
-    from vllm_pyramid.tools.eval.haystack import load_tokens
-
     if args.prompts is None:
         try:
             return made_up_prompts(load_tokens(model), args.num_prompts, args.prompt_tokens)
         except RuntimeError as error:  # a Python without the texts
             raise ValueError(str(error)) from error
-    tokens: Tokens | None = None
-    found = []
-    for prompt in read_prompts(args.prompts):
-        if (ids := prompt.get("prompt_token_ids")) is None:
-            tokens = tokens or load_tokens(model)
-            ids = tokens.encode(prompt["prompt"])
-        found.append(ids)
-    return found
+    return encoded(model, read_prompts(args.prompts))
 
 
 def _show(console: Any, policy: str, rows: Sequence[Row], prompts: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -187,3 +187,15 @@ def load_tokens(model: str | Path) -> Tokens:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot read the tokenizer of {str(model)!r}: {reason}") from error
+
+
+def encoded(model: str, prompts: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Return prompts of a file as tokens; the tokenizer is loaded if one of them is a text."""
+    tokens: Tokens | None = None
+    found = []
+    for prompt in prompts:
+        if (ids := prompt.get("prompt_token_ids")) is None:
+            tokens = tokens or load_tokens(model)
+            ids = tokens.encode(prompt["prompt"])
+        found.append(ids)
+    return found

@@ -5,31 +5,16 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.cpu.checks import (
-    cache_code,
-    check_caches,
-    check_head_size,
-    check_heads,
-    check_scale,
-    dtype_code,
-    sinks_and_code,
-    table_stride,
-    vector_address,
-)
+from vllm_pyramid.kernels.cpu import checks
+from vllm_pyramid.kernels.cpu.eviction import longest_prompt, scores_record
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import (
-    PyrFutureQueries,
-    PyrObservedExpected,
-    PyrScores,
-    packer,
-)
+from vllm_pyramid.kernels.cpu.structs import PyrFutureQueries, PyrObservedExpected, packer
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
-from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Softmax, WindowBatch
+from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
 from vllm_pyramid.step.rotary import Rotary
 
-_pack_scores = packer(PyrScores)
 _pack_observed_expected = packer(PyrObservedExpected)
 _pack_future_queries = packer(PyrFutureQueries)
 
@@ -46,8 +31,8 @@ def future_queries(
     """Turn them by a table of any of the dtypes that a model has, with one thread a request."""
     requests, (tokens, heads, size) = query_ends.shape[0], query.shape
     check_some_requests(requests)
-    check_head_size(size)
-    query_strides = check_heads("query", query, 1, size)
+    checks.check_head_size(size)
+    query_strides = checks.check_heads("query", query, 1, size)
     if queries < 1 or positions < 1:
         raise ValueError(f"queries {queries} and positions {positions} must be at least 1")
     table = (0, 0, 0, 0, 1, 0)
@@ -58,15 +43,15 @@ def future_queries(
             raise ValueError(f"{rotated} channels cannot turn, of heads with {size}")
         if cos_sin.stride(1) != 1:
             raise ValueError(f"rows of cos_sin must be contiguous, got {cos_sin.stride()}")
-        code = dtype_code("cos_sin", cos_sin)
+        code = checks.dtype_code("cos_sin", cos_sin)
         table = (cos_sin.data_ptr(), code, rows, rotated, int(rotary.halves), cos_sin.stride(0))
     address, code, rows, rotated, halves, stride = table
     out = torch.empty((requests, heads, queries, size), dtype=torch.float32)
     record = _pack_future_queries(
         *(out.data_ptr(), query.data_ptr(), address),
-        vector_address("query_ends", query_ends, requests),
-        vector_address("last_positions", last_positions, requests),
-        *(dtype_code("query", query), code),
+        checks.vector_address("query_ends", query_ends, requests),
+        checks.vector_address("last_positions", last_positions, requests),
+        *(checks.dtype_code("query", query), code),
         *(tokens, heads, size, requests, queries, positions, rows, rotated, halves),
         *(*query_strides, stride, torch.get_num_threads()),
     )
@@ -89,44 +74,15 @@ def observed_expected_scores(
     A request's bits depend neither on the batch, nor on threads, nor on its place in its table.
     """
     check_scored(batch, shape, future)
-    query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
-    requests = batch.prompt_lens.shape[0]
-    strides = check_caches(key_cache, value_cache)
-    blocks, kv_heads, block_size, head_size = key_cache.shape
-    check_head_size(head_size)
-    query_strides = check_heads("query", query, kv_heads, head_size)
-    if softmax.soft_cap < 0:
-        raise ValueError(f"soft_cap {softmax.soft_cap} must be >= 0")
-    check_scale("key_scale", batch.key_scale, batch.key_scales)
-    check_scale("value_scale", 1.0, value_scales)
-    future_address = 0
-    if future is not None and shape.expected:
-        if not future.is_contiguous():
-            raise ValueError(f"future must be contiguous, got strides {future.stride()}")
-        future_address = future.data_ptr()
-    longest = batch.max_prompt_len
-    if longest is None:
-        longest = int(batch.prompt_lens.max())
-    sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
-    out = torch.empty((requests, kv_heads, longest), dtype=torch.float32)
-    scores = _pack_scores(
-        *(out.data_ptr(), 0, query.data_ptr(), key_cache.data_ptr(), block_table.data_ptr()),
-        vector_address("query_ends", batch.query_ends, requests),
-        vector_address("prompt_lens", batch.prompt_lens, requests),
-        sinks_address,
-        *(dtype_code("query", query), cache_code(key_cache), sinks_code),
-        *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
-        *(block_table.shape[1], longest),
-        *query_strides,
-        *strides[:3],
-        table_stride(block_table, requests),
-        *(batch.window, GQA_REDUCTIONS.index("mean"), POOLINGS.index("avg"), shape.kernel_size),
-        torch.get_num_threads(),
-        *(softmax.scale * batch.key_scale, softmax.soft_cap),
-    )
+    strides = checks.check_caches(batch.key_cache, value_cache)
+    checks.check_scale("value_scale", 1.0, value_scales)
+    requests, kv_heads = batch.prompt_lens.shape[0], value_cache.shape[1]
+    out = torch.empty((requests, kv_heads, longest_prompt(batch)), dtype=torch.float32)
+    scores = scores_record(out, batch, softmax, Reduction("mean", "avg", shape.kernel_size))
     record = _pack_observed_expected(
-        *(scores, value_cache.data_ptr(), future_address),
-        0 if starts is None else vector_address("starts", starts, requests),
+        *(scores, value_cache.data_ptr()),
+        future.data_ptr() if future is not None and shape.expected else 0,
+        0 if starts is None else checks.vector_address("starts", starts, requests),
         *strides[3:],
         *(shape.sinks, shape.window),
         shape.expected,

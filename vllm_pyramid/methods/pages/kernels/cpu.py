@@ -5,18 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.cpu.checks import (
-    DTYPE_CODES,
-    MAX_HEAD_SIZE,
-    cache_code,
-    check_cache,
-    check_head_size,
-    check_scale,
-    dtype_code,
-    sinks_and_code,
-    table_stride,
-    vector_address,
-)
+from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrPageScores, PyrPageSelect, PyrSummaries, packer
 from vllm_pyramid.kernels.records import Softmax
@@ -58,23 +47,24 @@ def summarise_pages(
 ) -> None:
     """Summarise with one thread for each page; `max_pages` is not used."""
     del max_pages
-    strides = check_cache("key_cache", key_cache)
+    strides = checks.check_cache("key_cache", key_cache)
     check_summaries(summaries, key_cache, kind)
     blocks, heads, block_size, head_size = key_cache.shape
-    check_head_size(head_size)
+    checks.check_head_size(head_size)
     requests = seq_lens.shape[0]
     record = _pack_summaries(
         summaries.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
-        vector_address("starts", starts, requests),
-        vector_address("seq_lens", seq_lens, requests),
-        vector_address("skips", skips, requests),
-        *(SUMMARY_KINDS.index(kind), cache_code(key_cache), DTYPE_CODES[summaries.dtype]),
+        checks.vector_address("starts", starts, requests),
+        checks.vector_address("seq_lens", seq_lens, requests),
+        checks.vector_address("skips", skips, requests),
+        *(SUMMARY_KINDS.index(kind), checks.cache_code(key_cache)),
+        checks.DTYPE_CODES[summaries.dtype],
         *(heads, head_size, block_size, blocks, requests, block_table.shape[1]),
         *strides,
         *summaries.stride()[:2],
-        *(table_stride(block_table, requests), torch.get_num_threads()),
+        *(checks.table_stride(block_table, requests), torch.get_num_threads()),
     )
     run("summarise_pages", record)
 
@@ -93,16 +83,16 @@ def score_pages(
     A row's scores have the same bits in every batch and on every number of threads.
     """
     check_scoring(batch, softmax, pool, kind, combine)
-    check_scale("key_scale", batch.key_scale)
+    checks.check_scale("key_scale", batch.key_scale)
     if not softmax.scale > 0:
         raise ValueError(f"scale must be positive, got {softmax.scale}")
     query = batch.query
     rows, heads, head_size = query.shape
     width = SUMMARY_ROWS.get(kind, 1) * head_size
-    if head_size % 8 or not 8 <= width <= MAX_HEAD_SIZE:
+    if head_size % 8 or not 8 <= width <= checks.MAX_HEAD_SIZE:
         raise ValueError(
             f"kind {kind} of head size {head_size}: the C++ kernels take multiples of 8, and up to "
-            f"{MAX_HEAD_SIZE} numbers in a summary"
+            f"{checks.MAX_HEAD_SIZE} numbers in a summary"
         )
     if query.stride(2) != 1:
         raise ValueError(f"query must have unit stride in its last dimension, {query.stride()}")
@@ -111,7 +101,7 @@ def score_pages(
     if not rows:
         return out
     entries = pool if pool.dim() == 4 else pool[:, :, None]
-    sinks_address, sinks_code = sinks_and_code(softmax.sinks, heads)
+    sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, heads)
     record = _pack_scores(
         out.data_ptr(),
         query.data_ptr(),
@@ -119,12 +109,12 @@ def score_pages(
         *_addresses(batch),
         sinks_address,
         *(SCORE_KINDS.index(kind), COMBINES.index(combine)),
-        *(dtype_code("query", query), cache_code(pool), sinks_code),
+        *(checks.dtype_code("query", query), checks.cache_code(pool), sinks_code),
         *(rows, heads, kv_heads, head_size, batch.block_size, pool.shape[0]),
         *(*batch.block_table.shape, entries.shape[2], out.shape[2]),
         *query.stride()[:2],
         *entries.stride()[:3],
-        *(table_stride(batch.block_table, 1), torch.get_num_threads()),
+        *(checks.table_stride(batch.block_table, 1), torch.get_num_threads()),
         *(softmax.scale * batch.key_scale, softmax.soft_cap),
     )
     run("score_pages", record)
@@ -159,11 +149,11 @@ def select_pages(
         found.skips.data_ptr(),
         scores.data_ptr(),
         *_addresses(batch),
-        vector_address("budgets", budgets, rows),
+        checks.vector_address("budgets", budgets, rows),
         # Blocks are copied and not read, so any number of them will do.
         *(rows, kv_heads, batch.block_size, 2**31 - 1, *batch.block_table.shape),
         *(found.pages.shape[2], scores.shape[2], *scores.stride()[:2]),
-        *(table_stride(batch.block_table, 1), sinks, recent, torch.get_num_threads()),
+        *(checks.table_stride(batch.block_table, 1), sinks, recent, torch.get_num_threads()),
     )
     run("select_pages", record)
     return found
@@ -173,7 +163,7 @@ def _addresses(batch: PageBatch) -> tuple[int, ...]:
     rows = batch.positions.shape[0]
     return (
         batch.block_table.data_ptr(),
-        vector_address("requests", batch.requests, rows),
-        vector_address("positions", batch.positions, rows),
-        vector_address("skips", batch.skips, rows),
+        checks.vector_address("requests", batch.requests, rows),
+        checks.vector_address("positions", batch.positions, rows),
+        checks.vector_address("skips", batch.skips, rows),
     )

@@ -5,18 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_pyramid.kernels.cpu.checks import (
-    cache_code,
-    check_cache,
-    check_head_size,
-    check_heads,
-    check_scale,
-    dtype_code,
-    lse_address,
-    sinks_and_code,
-    table_stride,
-    vector_address,
-)
+from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
 from vllm_pyramid.kernels.cpu.structs import PyrRecentMass, packer
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
@@ -36,10 +25,10 @@ def recent_mass(
     """Sum in C++, where one thread computes each number: any number of threads gives its bits."""
     query, key_cache, block_table = batch.query, batch.key_cache, batch.block_table
     scale, soft_cap = softmax.scale, softmax.soft_cap
-    key_strides = check_cache("key_cache", key_cache)
+    key_strides = checks.check_cache("key_cache", key_cache)
     blocks, kv_heads, block_size, head_size = key_cache.shape
-    check_head_size(head_size)
-    query_strides = check_heads("query", query, kv_heads, head_size)
+    checks.check_head_size(head_size)
+    query_strides = checks.check_heads("query", query, kv_heads, head_size)
     requests = batch.seq_lens.shape[0]
     check_some_requests(requests)
     if not scale > 0 or soft_cap < 0 or not distance_weight > 0:
@@ -47,28 +36,28 @@ def recent_mass(
             f"scale {scale} and distance_weight {distance_weight} must be positive, soft_cap "
             f"{soft_cap} at least 0"
         )
-    check_scale("key_scale", batch.key_scale, batch.key_scales)
-    sinks_address, sinks_code = sinks_and_code(softmax.sinks, query.shape[1])
+    checks.check_scale("key_scale", batch.key_scale, batch.key_scales)
+    sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, query.shape[1])
     columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
     out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)
     record = _pack_recent_mass(
         out.data_ptr(),
-        lse_address(log_sum_exp, query),
+        checks.lse_address(log_sum_exp, query),
         query.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
-        vector_address("query_ends", batch.query_ends, requests),
-        vector_address("seq_lens", batch.seq_lens, requests),
-        vector_address("skips", batch.skips, requests),
-        vector_address("recents", batch.recents, requests),
-        vector_address("contexts", batch.contexts, requests),
+        checks.vector_address("query_ends", batch.query_ends, requests),
+        checks.vector_address("seq_lens", batch.seq_lens, requests),
+        checks.vector_address("skips", batch.skips, requests),
+        checks.vector_address("recents", batch.recents, requests),
+        checks.vector_address("contexts", batch.contexts, requests),
         sinks_address,
-        *(dtype_code("query", query), cache_code(key_cache), sinks_code),
+        *(checks.dtype_code("query", query), checks.cache_code(key_cache), sinks_code),
         *(query.shape[0], query.shape[1], kv_heads, head_size, block_size, blocks, requests),
         *(block_table.shape[1], columns),
         *query_strides,
         *key_strides,
-        *(table_stride(block_table, requests), torch.get_num_threads()),
+        *(checks.table_stride(block_table, requests), torch.get_num_threads()),
         *(scale * batch.key_scale, soft_cap, distance_weight),
     )
     run("recent_mass", record)
