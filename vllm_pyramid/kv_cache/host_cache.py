@@ -107,8 +107,8 @@ class HostCache(Tier):
     def longest_prefix(self, names: Sequence[BlockHash]) -> int:
         """Return how many of these bundles, from the first one on, are in the host cache.
 
-        Files are read for it, as far as there are slots and the step may read. What is read, here or
-        in a later lookup of the step, does not push out what was found.
+        Files are read for it, as far as there are slots and the step may read. What is read, here
+        or in a later lookup of the step, does not push out what was found.
         """
         entries = self._entries
         found = next((n for n, name in enumerate(names) if name not in entries), len(names))
