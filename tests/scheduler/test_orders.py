@@ -117,7 +117,7 @@ def test_an_order_that_no_token_has_seen_is_not_reported() -> None:
         patch.setattr(_pressure(job), "on_request_finished", noted)
         while "whole" not in ended:
             job.step()
-    assert _pressure(job).totals()["ordered_evictions"] == 1
+    assert _pressure(job).totals()["ordered_evictions"] == 0 and not _pressure(job).is_pending
     assert ended["whole"]["evicted_after"] == ended["whole"]["evicted_to"] == []
     assert "lost_share" not in ended["whole"]
     assert (
@@ -125,3 +125,25 @@ def test_an_order_that_no_token_has_seen_is_not_reported() -> None:
         == job.scheduler.pyramid.planner.terms(make_request("like", 60))[0].plan.budget_tokens
     )
     job.finish()
+
+
+def test_levels_take_no_more_memory_than_is_reserved() -> None:
+    """Five requests over one prompt of 60 tokens fit into a pool of 161, but levels of two do."""
+    job = Job(replace(SETUP, prefix_caching=True), 40 * LAYERS)
+    prompt = list(range(60))
+    for name, tokens in zip("abcde", (6, *4 * (20,)), strict=True):
+        job.add(exact_request(name, prompt, tokens, hash_block_size=4))
+    for _ in range(3):
+        job.step()  # the worker counts its levels
+    assert sorted(job.worker.marked) == ["a", "b"]
+    assert _pressure(job).totals()["requests_by_level"]["whole"] == 5
+    table = job.admission.table
+    given_back = {name: table._of_stages[0, 0, slot] for name, slot in table._slots.items()}
+    assert [name for name in "abcde" if given_back[name]] == ["a", "b"]
+    while "a" in job.scheduler.requests:
+        job.step()
+    job.add(exact_request("f", prompt, 20, hash_block_size=4))
+    job.step()
+    assert sorted(job.worker.marked) == ["b", "f"]
+    job.finish()
+    assert not job.preemptions
