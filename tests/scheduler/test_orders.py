@@ -127,6 +127,54 @@ def test_an_order_that_no_token_has_seen_is_not_reported() -> None:
     job.finish()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tokens_of_steps_under_way_count_as_generated_before_an_order(asynchronous: bool) -> None:
+    job = _whole_prompt(replace(SETUP, asynchronous=asynchronous), 28)
+    carry_out, generated = job.worker._carry_out, list[int]()
+
+    def noted(request_id: str, *order: Any) -> None:
+        row = job.worker.rows[request_id]
+        generated.append(row.computed + 1 - row.prompt_len)
+        carry_out(request_id, *order)
+
+    worker: Any = job.worker
+    worker._carry_out = noted
+    job.add(exact_request("second", 60, 5))
+    for _ in range(3):
+        job.step()
+    assert generated and generated[0] > 1
+    assert [one[0] for one in _pressure(job)._requests["whole"].evictions] == generated
+    job.finish()
+
+
+def test_an_order_that_the_last_token_has_seen_is_reported_behind_a_preemption() -> None:
+    """The step of the order was under way when its request was preempted, and ends it."""
+    job = _whole_prompt(replace(SETUP, asynchronous=True), 28)
+    report, ended = _pressure(job).on_request_finished, dict[str, dict[str, Any]]()
+
+    def noted(request_id: str) -> dict[str, Any]:
+        ended[request_id] = report(request_id)
+        return ended[request_id]
+
+    job.add(exact_request("second", 60, 5))
+    while not job.worker.num_ordered:
+        job.worker.stop.discard("whole")
+        job.worker.stop.add("whole")
+        job.step()
+    scheduler = job.scheduler
+    (request,) = scheduler.running
+    assert _pressure(job).is_pending
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pressure(job), "on_request_finished", noted)
+        while job.in_flight:
+            scheduler.update_from_output(*job.in_flight.popleft())
+    assert len(ended["whole"]["evicted_after"]) == 1
+    assert _pressure(job).totals()["ordered_evictions"] == 1
+    job.finish()
+
+
 def test_levels_take_no_more_memory_than_is_reserved() -> None:
     """Five requests over one prompt of 60 tokens fit into a pool of 161, but levels of two do."""
     job = Job(replace(SETUP, prefix_caching=True), 40 * LAYERS)

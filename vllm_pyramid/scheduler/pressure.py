@@ -21,7 +21,7 @@ may have more tokens together: one for whose levels no memory is left gets none.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class Pressure(SchedulerHooks):
     ) -> None:
         self._names = ("whole", *levels, "headroom", "lowest")
         self._coordinator, self.blocks = coordinator, OrderedBlocks(coordinator)
-        self._ahead = steps_ahead * tokens_per_step
+        self._ahead, self._tokens_per_step = steps_ahead * tokens_per_step, tokens_per_step
         stages = coordinator.layer_blocks.stages
         self._watermark = watermark
         block_size = int(coordinator.layer_blocks.block_sizes.min())
@@ -90,12 +90,13 @@ class Pressure(SchedulerHooks):
     # Orders ---------------------------------------------------------------------------------------
 
     def orders(
-        self, running: Sequence[Request], admitted: Request | None, scheduled: Collection[str]
+        self, running: Sequence[Request], admitted: Request | None, scheduled: Mapping[str, int]
     ) -> dict[str, LateEviction] | None:
         """Return the evictions that the workers make before the step just scheduled.
 
         Args:
             running: oldest first; those with tokens in `scheduled` may be ordered.
+            scheduled: tokens of the step, by request.
             admitted: the last request that was to start in this step, or to load its state, if
                 there is one.
         """
@@ -128,7 +129,7 @@ class Pressure(SchedulerHooks):
             chosen, is_enough = self._choose(with_tokens, lacking)
         self._avoided += is_enough and bool((lacking > 0).any())
         return {
-            request.request_id: self._order(request, level, freed)
+            request.request_id: self._order(request, level, freed, scheduled[request.request_id])
             for request, level, freed in chosen
         } or None
 
@@ -204,7 +205,7 @@ class Pressure(SchedulerHooks):
             price = max(levelled.losses[level] - lost, 0.0) / more
             heapq.heappush(steps, (price, age, now, level))
 
-    def _order(self, request: Request, level: int, freed: Numbers) -> LateEviction:
+    def _order(self, request: Request, level: int, freed: Numbers, scheduled: int) -> LateEviction:
         levelled = self._requests[request.request_id]
         before = levelled.losses[levelled.now] if levelled.now >= 0 else 0.0
         levelled.lost = levelled.losses[level] - before
@@ -214,9 +215,11 @@ class Pressure(SchedulerHooks):
         self._pending += freed
         plan = levelled.ordered()
         levelled.marked = int(plan.end.held.max())
-        levelled.evictions.append(
-            (request.num_output_tokens, plan.end.budget_tokens, levelled.losses[level])
-        )
+        generated = request.num_output_tokens
+        if self._tokens_per_step == 1:  # steps under way sample further ones
+            before = request.num_computed_tokens - scheduled
+            generated = max(generated, before + 1 - request.num_prompt_tokens)
+        levelled.evictions.append((generated, plan.end.budget_tokens, levelled.losses[level]))
         blocks = self.blocks.order(request.request_id, plan)
         return LateEviction(tuple(levelled.orders), blocks)
 
@@ -284,6 +287,7 @@ class Pressure(SchedulerHooks):
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """Return when the request was evicted, and to how many tokens: nothing if it never was."""
+        self._drop_preempted()  # perhaps this one, whose last token came from a step under way
         levelled, self._by_level = self._requests.pop(request_id, None), None
         own: dict[str, Any] = {}
         if levelled is not None and levelled.pending is not None:
