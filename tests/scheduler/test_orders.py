@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.scheduler.beside import Beside
 from tests.scheduler.harness import make_request
 from tests.scheduler.jobs import SMALL, Job, exact_request
 from vllm_pyramid.scheduler.pressure import Pressure
@@ -156,10 +157,16 @@ def test_an_order_that_the_last_token_has_seen_is_reported_behind_a_preemption()
         ended[request_id] = report(request_id)
         return ended[request_id]
 
+    carry_out, worker = job.worker._carry_out, job.worker
+
+    def with_last_token(request_id: str, *order: Any) -> None:
+        job.worker.stop.add(request_id)
+        carry_out(request_id, *order)
+
+    untyped: Any = worker
+    untyped._carry_out = with_last_token
     job.add(exact_request("second", 60, 5))
-    while not job.worker.num_ordered:
-        job.worker.stop.discard("whole")
-        job.worker.stop.add("whole")
+    while not worker.num_ordered:
         job.step()
     scheduler = job.scheduler
     (request,) = scheduler.running
@@ -195,3 +202,10 @@ def test_levels_take_no_more_memory_than_is_reserved() -> None:
     assert sorted(job.worker.marked) == ["b", "f"]
     job.finish()
     assert not job.preemptions
+
+
+def test_calm_steps_are_counted_by_what_all_layers_take() -> None:
+    """Layers beside those that evict take blocks of a step, too."""
+    job = Job(replace(SETUP, beside=(Beside("sliding", 21, 8), Beside("draft")), drafts=8), 30)
+    coordinator = job.scheduler.coordinator
+    assert _pressure(job)._of_step == coordinator.get_num_blocks_to_allocate("", 1 + 8) > 3 * LAYERS

@@ -76,6 +76,7 @@ class Pressure(SchedulerHooks):
         self._requests: dict[str, Levelled] = {}
         units = cdiv(tokens_per_step, coordinator.layer_blocks.unit)
         self._of_step = max(coordinator.layer_blocks.missing(0, units))
+        self._of_step += coordinator.stock_groups.missing_blocks("", tokens_per_step)
         self._calm = 0  # steps that cannot lack blocks, unless a request starts
         self._orders, self._to_floor, self._lost, self._avoided = 0, 0, 0.0, 0
         self._by_level: dict[str, int] | None = None  # requests; None: to be counted anew
