@@ -42,6 +42,7 @@ from vllm_pyramid.compat.side_channel import (
     PREFIXES,
     SESSIONS,
     TIER,
+    WITHOUT_LEVELS,
     FileOrders,
     HostCopies,
     HostFill,
@@ -56,7 +57,7 @@ from vllm_pyramid.kv_cache.spec import KeyOnlyKVCacheSpec, LayerKVCacheSpec
 from vllm_pyramid.plan import DeferredPlan, EvictionPoint, LateEviction, LevelPlan
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.heads import Heads
-from vllm_pyramid.policy.planning import peak_blocks_up_to
+from vllm_pyramid.policy.planning import levels_per_token, peak_blocks_up_to
 from vllm_pyramid.scheduler.scheduler import PyramidAsyncScheduler, PyramidScheduler
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.tools.demo import model_path
@@ -401,6 +402,9 @@ class PlainWorker:
     num_accepted: int = 0
     num_answers: int = 0  # points behind a prompt at which tokens got levels
     levelled: dict[str, int] = field(default_factory=dict)  # where the last time
+    marked: dict[str, np.ndarray] = field(default_factory=dict)  # tokens with levels, [L]
+    without: Sequence[str] = ()  # who gets no levels in this step
+    num_without: int = 0
 
     def __post_init__(self) -> None:
         setup = self.setup
@@ -442,12 +446,14 @@ class PlainWorker:
         for slot, blocks in of_host.loaded:
             self.memory_PN[self._of_layers(blocks)] = self.host_SLN[slot, : len(blocks)]
             self.num_loaded += 1
+        self.without = messages.get(WITHOUT_LEVELS, ())
+        self.num_without += len(self.without)
         for request_id, order in messages.get(LEVELS, {}).items():
             # By the tokens of a step vLLM tells a report of before a preemption.
             assert output.num_scheduled_tokens[request_id] > 0
             if (plan := self.tracker.order(request_id, order.orders)) is not None:
                 assert order.orders[-1][0] == self.levelled[request_id], "levels of another point"
-                self._carry_out(self.rows[request_id], plan.end, order)
+                self._carry_out(request_id, plan.end, order)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         request_ids = list(output.num_scheduled_tokens)
@@ -507,6 +513,7 @@ class PlainWorker:
                 self.num_evictions += bool(step.evictions.tokens_done[index])
         drafts = output.scheduled_spec_decode_tokens
         losses = self._losses(step)
+        self.check_marked()
         evictions, reports = self.tracker.end_step()
         return attach_report(
             ModelRunnerOutput(
@@ -534,20 +541,35 @@ class PlainWorker:
             levels = plan.levels_at(point, step.skips[:, row]) if before < point <= end else ()
             if point > plan.prompt_len and self.random.random() < 0.2:
                 continue  # without a place for its queries
-            if levels:
+            if levels and request.request_id not in self.without:
                 self.levelled[request.request_id] = point
+                self.marked[request.request_id] = point - step.skips[:, row]
                 self.num_answers += point > plan.prompt_len
                 found[request.request_id] = point, sorted(self.random.random() for _ in levels)
         return found
 
-    def _carry_out(self, row: Row, point: EvictionPoint, order: LateEviction) -> None:
+    def check_marked(self) -> None:
+        """Levels, as many in each layer of a stage as in its longest, fit into what is reserved."""
+        if not self.marked:
+            return
+        setup, stages = self.setup, np.cumsum(self.setup.stages)[:-1]
+        each = levels_per_token(
+            self.policy, setup.max_model_len, setup.num_layers, setup.largest_block
+        )
+        for of_stage in np.split(np.stack(list(self.marked.values()), axis=1), stages):
+            needed = len(of_stage) * of_stage.max(axis=0).sum()
+            assert needed <= each * (self.num_blocks + 1) * setup.block_size, "was not reserved"
+
+    def _carry_out(self, request_id: str, point: EvictionPoint, order: LateEviction) -> None:
         """Evict a request to a level that was ordered; its answer stays where it is."""
+        row = self.rows[request_id]
         before = np.zeros_like(point.skip) if row.skip is None else row.skip
         for layer, (first, blocks) in enumerate(zip(before.tolist(), order.blocks, strict=True)):
             size = self.setup.block_sizes[layer]
             assert blocks == row.tables[layer][first // size : cdiv(point.computed, size)]
         self._evict(row, point.computed, before, point.held, since=row.computed)
         self.num_ordered += 1
+        self.marked[request_id] = point.held
 
     def _of_layers(self, blocks: Sequence[int]) -> np.ndarray:
         """Where blocks of a slot are: a block of each layer, in the pool of its stage."""
@@ -584,6 +606,9 @@ class PlainWorker:
             if (row := self.rows.pop(request_id, None)) is not None:
                 self.ended[request_id] = row
             self.tracker.remove(request_id)
+            self.marked.pop(request_id, None)
+        for request_id in output.preempted_req_ids or ():
+            self.marked.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             tokens = new.prefill_token_ids or new.prompt_token_ids

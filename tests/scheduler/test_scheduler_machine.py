@@ -422,6 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen["evicted inside again"] += again and eviction.number < end
         self.seen["mixed steps"] += len({*self.phases(output)}) > 1
         self.seen["ordered"] += self.worker.num_ordered > 0
+        self.seen["without levels"] += self.worker.num_without > 0
         self.seen["copied"] += self.worker.num_copied > 0
         self.seen["left behind"] += self.worker.num_left > 0
         self.seen["resumed"] += self.worker.num_resumed > 0

@@ -165,14 +165,16 @@ def test_a_request_without_a_place_keeps_its_levels(monkeypatch: pytest.MonkeyPa
     assert late.bytes_of_buffers() == 2 * of_each
     worker.step(PROMPTS)
     late.take_losses()
+    late.without = ["a"]  # at its next point
     for count in range(EVERY):
         assert late.take_losses() == {}
         worker.step(dict.fromkeys(PROMPTS, 1))
         # Ranks tell one another of failures at points alone.
         assert late.may_fail(worker.tracker.step) == (count == EVERY - 1)
     found = late.take_losses()
-    assert {name: point for name, (point, _) in found.items()} == {"a": 90, "b": 65}
+    assert {name: point for name, (point, _) in found.items()} == {"b": 65}
     assert late._requests["c"].point == 101, "the levels of its prompt"
+    assert late._requests["a"].point == 70, "no memory for others"
     for _ in range(EVERY):
         worker.step({"c": 1})
     assert list(late.take_losses()) == ["c"]

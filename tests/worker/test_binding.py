@@ -338,10 +338,12 @@ def test_the_mass_is_taken_out_of_the_memory_of_the_cache() -> None:
 
 
 def test_levels_are_taken_out_of_the_memory_of_the_cache() -> None:
+    """A byte for each token and KV head, and as many again where one layer keeps twice the mean."""
     page = 16 * 2 * 64 * 2 * 2
-    memory = Runner("snapkv", args={"schedule": "pressure"}).pyramid.memory
-    assert memory.cache_bytes(1000 * (page + 16 * 2)) == 1000 * page  # a byte a token and KV head
-    assert memory.eviction_bytes() > Runner("snapkv").pyramid.memory.eviction_bytes()
+    for policy, levels in (("snapkv", 1), ("pyramidkv", 2)):
+        memory = Runner(policy, args={"schedule": "pressure"}).pyramid.memory
+        assert memory.cache_bytes(1000 * (page + levels * 16 * 2)) == 1000 * page
+        assert memory.eviction_bytes() > Runner(policy).pyramid.memory.eviction_bytes()
 
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "keydiff", "xkv", "h2o", "full"])

@@ -12,6 +12,7 @@ import torch
 from tests.pretended_device import PretendedDevice
 from tests.shifted_worker import Host, Worker, launch_tables, marks_of, order
 from vllm_pyramid.attention import step_end
+from vllm_pyramid.plan import LateEviction, PlanMismatchError
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step import eviction_memory
 from vllm_pyramid.worker.late_evictions import LateEvictions
@@ -77,3 +78,19 @@ def test_levels_and_orders_of_all_layers_together(
         marks = marks_of(late, request)
         for layer, of_layer in marks_of(same, request).items():
             assert torch.equal(of_layer, marks[layer]), (request, layer)
+
+
+def test_a_request_for_which_there_is_no_memory_gets_no_levels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others of its step do; an order for it would leave its survivors where they are."""
+    host = Host()
+    launch_tables(monkeypatch, host)
+    policy = _policy("snapkv")
+    worker = Worker(policy, host, PROMPTS, layers=4, more=[partial(LateEvictions, policy)])
+    (late,) = worker.more
+    late.without = ["b"]
+    worker.step({"a": 90, "b": 85})
+    assert list(late.take_losses()) == list(late._requests) == ["a"]
+    with pytest.raises(PlanMismatchError, match="up to token 85 and has no levels"):
+        late.carry_out({"b": LateEviction(((85, 0),), [])}, worker.tracker.order)

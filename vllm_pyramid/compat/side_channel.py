@@ -29,6 +29,8 @@ PREFIXES, SESSIONS, TIER = "prefixes", "sessions", "tier"
 # Of a step's messages: to which levels requests are evicted before it. Of its reports: which
 # requests got levels in it, and what these lose.
 LEVELS = "levels"
+# Of a step's messages: the requests for whose levels no memory is left, and which get none in it.
+WITHOUT_LEVELS = "without_levels"
 # Of a step's reports: how many files of the host cache could not be written.
 HOST_CACHE = "host_cache"
 

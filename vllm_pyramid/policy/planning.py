@@ -114,6 +114,19 @@ def _level_plan(
     return LevelPlan.of(whole, [*levels, floor.end], policy.schedule.levels_every, longer)
 
 
+def levels_per_token(policy: Policy, longest: int, num_layers: int, block_size: int) -> int:
+    """Return for how many tokens' levels workers have memory, for each token of the pool.
+
+    The levels of a request are stored for as many tokens in each layer as one of its layers has at
+    most. That is its prompt until it is ordered to evict, and then more than the mean.
+    """
+    plan = policy.plan(longest, num_layers, block_size)
+    if not isinstance(plan, LevelPlan) or plan.headroom is None:
+        return 1
+    held = plan.headroom.held
+    return -(-num_layers * int(held.max()) // int(held.sum()))
+
+
 def reusable_tokens(policy: Policy, plan: Plan) -> int | None:
     """Return how many first tokens of a request have the KV of the full cache; None: all of them.
 

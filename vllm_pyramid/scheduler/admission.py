@@ -137,6 +137,11 @@ class RequestTable:
         """Correct what a request's evictions give back, `[stages]`."""
         self._of_stages[:, 0, self._slots[request_id]] = blocks
 
+    def put_whole(self, request_id: str) -> None:
+        """Correct the numbers of a request that never gives blocks back."""
+        never = [0, UNBOUNDED, UNBOUNDED, 0]
+        self._of_stages[:, :, self._slots[request_id]] = never
+
     def remove(self, request_id: str) -> None:
         """Drop a request, if the table has it."""
         slot = self._slots.pop(request_id, None)

@@ -30,6 +30,8 @@ class Levelled:
             the share of the scores that it lost; those before a preemption, too.
         level: of the schedule, to which it has been ordered last; -1: it is whole.
         pending: `[stages]` blocks that the last order frees once it is reported; None: none do.
+        lost: the share of the scores that the last order loses, beyond the one before.
+        marked: tokens whose levels the workers have in each layer; 0: it has none.
     """
 
     record: SchedulerRequest
@@ -40,6 +42,8 @@ class Levelled:
     evictions: list[tuple[int, int, float]] = field(default_factory=list)
     level: int = -1
     pending: Numbers | None = None
+    lost: float = 0.0
+    marked: int = 0
 
     @property
     def plan(self) -> LevelPlan:

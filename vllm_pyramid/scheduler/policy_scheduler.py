@@ -12,12 +12,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_pyramid.compat.scheduler_points import SchedulerPoints
 from vllm_pyramid.compat.side_channel import (
     LEVELS,
+    WITHOUT_LEVELS,
     StepReport,
     attach_block_copies,
     attach_messages,
 )
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.policy.fit import Pool
+from vllm_pyramid.policy.planning import levels_per_token
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.begun_answers import BegunAnswers
@@ -114,6 +116,9 @@ class PolicyScheduler:
                 steps_ahead=config.max_concurrent_batches + 1,
                 tokens_per_step=1 + engine.num_spec_tokens + engine.num_lookahead_tokens,
                 watermark=engine.kv_cache_manager.watermark_blocks,
+                levels_per_token=levels_per_token(
+                    self.policy, engine.max_model_len, layer_blocks.num_tables, layer_blocks.largest
+                ),
             )
             self.hooks.append(self.pressure)
         self.chunks = Chunks(engine, coordinator, settings, admission, self.pressure)
@@ -182,7 +187,20 @@ class PolicyScheduler:
         messages = coordinator.stores.take_messages(evicting)
         if orders:
             messages[LEVELS] = orders
+        if self.pressure is not None and (names := self._without_levels(evicting, output)):
+            messages[WITHOUT_LEVELS] = names
         attach_messages(output, messages)
+
+    def _without_levels(self, ending: Sequence[Request], output: SchedulerOutput) -> list[str]:
+        """Return the requests that get no levels; admission counts whole prompts of these."""
+        assert self.pressure is not None
+        running = self._engine.running if self.policy.schedule.levels_every else ()
+        names = self.pressure.without_levels(ending, running, output.num_scheduled_tokens)
+        if names and self.chunks.admission is not None:
+            for request in ending:
+                if request.request_id in names:
+                    self.chunks.admission.table.put_whole(request.request_id)
+        return names
 
     def take_report(self, report: StepReport) -> None:
         """Record the worker's evictions before blocks are given back; end what has failed there."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order evictions when blocks are missing (`PressureSchedule`).
 
-    a prompt ends     the worker reports what each level would lose, here and    on_step_report
-                      where an answer gets levels
+    a prompt ends     it gets levels if the workers have memory for them, here   without_levels
+                      and where an answer gets levels
+    its report        the worker says what each level would lose                 on_step_report
     a step ends       the next steps lack blocks: requests are ordered to levels orders
     the next report   the worker has evicted: the blocks go back                 on_eviction
 
@@ -12,12 +13,15 @@ requests need until then, and for the first waiting request that was admitted an
 A request loses a share of its scores at each level. Orders take the smallest share for a block
 first, over all requests; of equal ones that of the oldest request. A request whose survivors would
 go to blocks that others share is left alone.
+
+The workers have memory for the levels of as many tokens as the pool has. Requests that share blocks
+may have more tokens together: one for whose levels no memory is left gets none.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +47,7 @@ class Pressure(SchedulerHooks):
         steps_ahead: steps that are scheduled before the blocks of an order come back.
         tokens_per_step: of a request that generates, at most.
         watermark: blocks that vLLM leaves free where a request starts beside others.
+        levels_per_token: see `policy/planning.py`.
     """
 
     name = LEVELS
@@ -56,17 +61,22 @@ class Pressure(SchedulerHooks):
         steps_ahead: int,
         tokens_per_step: int,
         watermark: int,
+        levels_per_token: int,
     ) -> None:
         self._names = ("whole", *levels, "headroom", "lowest")
         self._coordinator, self.blocks = coordinator, OrderedBlocks(coordinator)
-        self._ahead = steps_ahead * tokens_per_step
+        self._ahead, self._tokens_per_step = steps_ahead * tokens_per_step, tokens_per_step
         stages = coordinator.layer_blocks.stages
         self._watermark = watermark
+        block_size = int(coordinator.layer_blocks.block_sizes.min())
+        pool_tokens = coordinator.block_pool.num_gpu_blocks * block_size // max(stages.sizes)
+        self._most_marked = levels_per_token * pool_tokens
         self._spare = int(SPARE * coordinator.block_pool.num_gpu_blocks)
         self._pending: Numbers = np.zeros(len(stages), np.int64)
         self._requests: dict[str, Levelled] = {}
         units = cdiv(tokens_per_step, coordinator.layer_blocks.unit)
         self._of_step = max(coordinator.layer_blocks.missing(0, units))
+        self._of_step += coordinator.stock_groups.missing_blocks("", tokens_per_step)
         self._calm = 0  # steps that cannot lack blocks, unless a request starts
         self._orders, self._to_floor, self._lost, self._avoided = 0, 0, 0.0, 0
         self._by_level: dict[str, int] | None = None  # requests; None: to be counted anew
@@ -81,12 +91,13 @@ class Pressure(SchedulerHooks):
     # Orders ---------------------------------------------------------------------------------------
 
     def orders(
-        self, running: Sequence[Request], admitted: Request | None, scheduled: Collection[str]
+        self, running: Sequence[Request], admitted: Request | None, scheduled: Mapping[str, int]
     ) -> dict[str, LateEviction] | None:
         """Return the evictions that the workers make before the step just scheduled.
 
         Args:
             running: oldest first; those with tokens in `scheduled` may be ordered.
+            scheduled: tokens of the step, by request.
             admitted: the last request that was to start in this step, or to load its state, if
                 there is one.
         """
@@ -119,7 +130,7 @@ class Pressure(SchedulerHooks):
             chosen, is_enough = self._choose(with_tokens, lacking)
         self._avoided += is_enough and bool((lacking > 0).any())
         return {
-            request.request_id: self._order(request, level, freed)
+            request.request_id: self._order(request, level, freed, scheduled[request.request_id])
             for request, level, freed in chosen
         } or None
 
@@ -195,54 +206,93 @@ class Pressure(SchedulerHooks):
             price = max(levelled.losses[level] - lost, 0.0) / more
             heapq.heappush(steps, (price, age, now, level))
 
-    def _order(self, request: Request, level: int, freed: Numbers) -> LateEviction:
+    def _order(self, request: Request, level: int, freed: Numbers, scheduled: int) -> LateEviction:
         levelled = self._requests[request.request_id]
         before = levelled.losses[levelled.now] if levelled.now >= 0 else 0.0
-        self._lost += levelled.losses[level] - before
+        levelled.lost = levelled.losses[level] - before
         levelled.orders.append((levelled.point, level))
         levelled.level = levelled.plan.number_of(levelled.orders[-1])
         levelled.pending, self._by_level = freed, None
         self._pending += freed
-        self._orders += 1
-        self._to_floor += level + 1 == len(levelled.losses)
         plan = levelled.ordered()
-        levelled.evictions.append(
-            (request.num_output_tokens, plan.end.budget_tokens, levelled.losses[level])
-        )
+        levelled.marked = int(plan.end.held.max())
+        generated = request.num_output_tokens
+        if self._tokens_per_step == 1:  # steps under way sample further ones
+            before = request.num_computed_tokens - scheduled
+            generated = max(generated, before + 1 - request.num_prompt_tokens)
+        levelled.evictions.append((generated, plan.end.budget_tokens, levelled.losses[level]))
         blocks = self.blocks.order(request.request_id, plan)
         return LateEviction(tuple(levelled.orders), blocks)
+
+    # Levels ---------------------------------------------------------------------------------------
+
+    def without_levels(
+        self, ending: Iterable[Request], running: Iterable[Request], scheduled: Mapping[str, int]
+    ) -> list[str]:
+        """Return the requests that get no levels in the step just scheduled, for lack of memory.
+
+        Called behind `orders`, which the workers carry out first.
+
+        Args:
+            ending: whose prompts end in the step. running: whose answers may come to a point in it.
+            scheduled: tokens of the step, by request.
+        """
+        due = [(request, request.num_prompt_tokens) for request in ending]
+        for request in running:
+            levelled, end = self._requests.get(request.request_id), request.num_computed_tokens
+            if levelled is None or end <= request.num_prompt_tokens:
+                continue
+            point = levelled.plan.point_by(end)
+            if end - scheduled.get(request.request_id, 0) < point:
+                due.append((request, point))
+        if not due:
+            return []
+        self._drop_preempted()
+        self._by_level = None
+        records, refused = self._coordinator.plans.records, list[str]()
+        marked = sum(levelled.marked for levelled in self._requests.values())
+        for request, point in due:
+            record = records[request.request_id]
+            if not isinstance(record.terms.plan, LevelPlan):
+                continue
+            levelled = self._requests.setdefault(request.request_id, Levelled(record))
+            levelled.point = levelled.point or point
+            skip = levelled.ordered().end.skip
+            if not levelled.plan.levels_at(point, skip):
+                continue
+            more = point - int(skip.min()) - levelled.marked
+            if marked + more > self._most_marked:
+                refused.append(request.request_id)
+                continue
+            marked += more
+            levelled.marked += more
+        return refused
 
     # Reports --------------------------------------------------------------------------------------
 
     def on_step_report(self, report: Any, is_alive: Callable[[str], bool]) -> None:
         """Take the losses of requests that have got levels."""
-        records = self._coordinator.plans.records
         self._drop_preempted()
-        self._by_level = None
         for request_id, (point, losses) in report.items():
-            record = records.get(request_id)
-            if record is None or not is_alive(request_id) or not record.num_blocks:
+            levelled = self._requests.get(request_id)
+            if levelled is None or not is_alive(request_id):
                 continue
-            if not isinstance(record.terms.plan, LevelPlan):
-                continue
-            levelled = self._requests.setdefault(request_id, Levelled(record))
-            skip = levelled.ordered().end.skip if levelled.orders else None
             levelled.point, levelled.losses = point, losses
-            levelled.levels = levelled.plan.levels_at(point, skip)
+            levelled.levels = levelled.plan.levels_at(point, levelled.ordered().end.skip)
             assert len(losses) == len(levelled.levels), (losses, len(levelled.levels))
 
     def on_eviction(self, request_id: str, plan: Plan, resolved: RetentionPlan) -> None:
         """Take note that an order was carried out; its blocks go back now."""
-        levelled = self._requests.get(request_id)
-        if levelled is not None and levelled.pending is not None:
-            self._pending -= levelled.pending
-            levelled.pending = None
+        if (levelled := self._requests.get(request_id)) is not None:
+            self._count(levelled)
 
     def on_request_finished(self, request_id: str) -> dict[str, Any]:
         """Return when the request was evicted, and to how many tokens: nothing if it never was."""
-        levelled = self._drop(request_id)
+        self._drop_preempted()  # perhaps this one, whose last token came from a step under way
+        levelled, self._by_level = self._requests.pop(request_id, None), None
         own: dict[str, Any] = {}
         if levelled is not None and levelled.pending is not None:
+            self._pending -= levelled.pending
             levelled.take_back()  # its last token came from a step before the order's
             own["kv_budget"] = levelled.ordered().budget_tokens
         evictions = levelled.evictions if levelled is not None else []
@@ -257,7 +307,7 @@ class Pressure(SchedulerHooks):
 
     def totals(self) -> dict[str, Any]:
         if self._by_level is None:
-            levels = [one.level for one in self._requests.values() if one.levels]
+            levels = [one.level for one in self._requests.values() if one.point]
             self._by_level = {
                 name: levels.count(level) for level, name in enumerate(self._names, start=-1)
             }
@@ -269,18 +319,23 @@ class Pressure(SchedulerHooks):
             "requests_by_level": self._by_level,
         }
 
-    def _drop(self, request_id: str) -> Levelled | None:
-        levelled = self._requests.pop(request_id, None)
-        self._by_level = None
-        if levelled is not None and levelled.pending is not None:
-            self._pending -= levelled.pending
-        return levelled
+    def _count(self, levelled: Levelled) -> None:
+        """Count the order that a request was under while a step computed a token of it."""
+        if levelled.pending is None:
+            return
+        self._pending -= levelled.pending
+        levelled.pending = None
+        self._orders += 1
+        self._to_floor += levelled.now + 1 == len(levelled.losses)
+        self._lost += levelled.lost
 
     def _drop_preempted(self) -> None:
         """Forget the levels of requests that have been preempted, though not their evictions."""
         records = self._coordinator.plans.records
         for request_id, levelled in list(self._requests.items()):
             if (record := records.get(request_id)) is not levelled.record:
-                self._drop(request_id)
+                del self._requests[request_id]
+                self._count(levelled)
+                self._by_level = None
                 if record is not None and levelled.evictions:
                     self._requests[request_id] = Levelled(record, evictions=levelled.evictions)

@@ -12,7 +12,7 @@ together at the step's end where prompts are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 
 from vllm_pyramid.attention.evict import evict_layer
 from vllm_pyramid.attention.step_end import StepEndEviction
-from vllm_pyramid.plan import IntArray, LevelPlan
+from vllm_pyramid.plan import EvictionPoint, IntArray, LevelPlan
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
@@ -109,8 +109,11 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
         levels = []
         for index, (record, count) in enumerate(zip(records, generated.tolist(), strict=True)):
             assert isinstance(record.initial, LevelPlan)
-            point = record.initial.prompt_len + count
-            levels.append(record.initial.levels_at(point, previous[:, index]))
+            own: Sequence[EvictionPoint] = ()
+            if record.request_id not in self.without:
+                point = record.initial.prompt_len + count
+                own = record.initial.levels_at(point, previous[:, index])
+            levels.append(own)
         has = [index for index, own in enumerate(levels) if own]
         if not has:
             return []

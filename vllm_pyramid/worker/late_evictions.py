@@ -32,7 +32,6 @@ from vllm_pyramid.plan import (
     LateEviction,
     LevelPlan,
     Order,
-    Plan,
     PlanMismatchError,
     RetentionPlan,
 )
@@ -40,6 +39,7 @@ from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.eviction_rows import padded_width
 from vllm_pyramid.step.hooks import EvictionHooks, StepHooks, WorkerContext
+from vllm_pyramid.step.step import WorkerRequest
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.step.upload import upload
 
@@ -89,7 +89,11 @@ class _Levels:
 
 
 class LateEvictions(StepHooks, EvictionHooks):
-    """Levels the prompts of one worker, and carries out orders."""
+    """Levels the prompts of one worker, and carries out orders.
+
+    Attributes:
+        without: the requests that get no levels in the step that is about to begin.
+    """
 
     name = "pressure"
 
@@ -101,6 +105,7 @@ class LateEvictions(StepHooks, EvictionHooks):
         self._at_levels: list[StepEvictions] = []
         self._unreported: list[str] = []
         self._failed: Container[str] = ()  # as far as the host knows
+        self.without: Container[str] = ()
 
     # The end of a prompt --------------------------------------------------------------------------
 
@@ -109,13 +114,19 @@ class LateEvictions(StepHooks, EvictionHooks):
         if evictions is not self._of:
             self._of = evictions
             requests = self._step().requests
-            plans = [requests[row].plan for row in evictions.rows.tolist()]
-            self._at_levels = self._begin(evictions, [_levels(plan) for plan in plans])
+            levels = [self._levels_of(requests[row]) for row in evictions.rows.tolist()]
+            self._at_levels = self._begin(evictions, levels)
         return self._at_levels[0] if self._at_levels else None
 
     def take_scores(self, batch: EvictionBatch, scores: torch.Tensor) -> None:
         """Level the tokens of prompts that end in this step, in some layers."""
         self._level(self._at_levels, batch, scores)
+
+    def _levels_of(self, request: WorkerRequest) -> Sequence[EvictionPoint]:
+        """Return the levels that a request gets at its prompt's end."""
+        if not isinstance(request.plan, LevelPlan) or request.request_id in self.without:
+            return ()
+        return request.plan.levels
 
     def _begin(
         self, evictions: StepEvictions, levels: Sequence[Sequence[EvictionPoint]]
@@ -197,14 +208,14 @@ class LateEvictions(StepHooks, EvictionHooks):
             if (plan := follow(request_id, order.orders)) is None:
                 continue
             (at, level), point = order.orders[-1], plan.end
-            levels = self._requests.get(request_id)
-            if levels is None or request_id in self._failed:
+            if request_id in self._failed:
                 continue
-            if levels.point != at:
+            levels = self._requests.get(request_id)
+            if levels is None or levels.point != at:
+                has = "no levels" if levels is None else f"levels up to token {levels.point}"
                 raise PlanMismatchError(
-                    f"request {request_id} is ordered to evict up to token {at} and has levels up "
-                    f"to token {levels.point}: scheduler and worker disagree about the KV policy; "
-                    "report this"
+                    f"request {request_id} is ordered to evict up to token {at} and has {has}: "
+                    "scheduler and worker disagree about the KV policy; report this"
                 )
             left = []
             for marks in levels.marks:
@@ -259,11 +270,6 @@ class LateEvictions(StepHooks, EvictionHooks):
     def release(self) -> None:
         """Let go of the caches, which vLLM is about to allocate anew."""
         self._caches.clear()
-
-
-def _levels(plan: Plan) -> tuple[EvictionPoint, ...]:
-    """Return the levels of a plan; none where evictions wait for no orders."""
-    return plan.levels if isinstance(plan, LevelPlan) else ()
 
 
 def _lost(

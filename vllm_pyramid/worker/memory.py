@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_pyramid.kv_cache.spec import HostSlots
+from vllm_pyramid.policy.planning import levels_per_token
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.eviction_memory import EvictionMemory
@@ -208,14 +209,16 @@ class WorkerMemory:
         """Return how many of the `available` bytes the KV cache may take.
 
         What a method gathers for each block takes its share, and a method may limit the cache. So
-        do the levels of a prompt that may be ordered to evict: a byte for each token and KV head.
+        do the levels of requests that may be ordered to evict: a byte for each token and KV head
+        (`levels_per_token`).
         """
-        page = self._layers.page_size_bytes
+        page, layers, policy = self._layers.page_size_bytes, self._layers, self._settings.policy
         gathered = sum(hooks.bytes_per_block() for hooks in self._hooks)
-        if self._settings.policy.schedule.waits_for_orders and self._layers.evicting:
-            gathered += max(
-                spec.block_size * spec.num_kv_heads for spec in self._layers.evicting.values()
-            )
+        if policy.schedule.waits_for_orders and layers.evicting:
+            longest = self._config.model_config.max_model_len
+            levels = levels_per_token(policy, longest, layers.num_tables, layers.block_size)
+            specs = layers.evicting.values()
+            gathered += levels * max(spec.block_size * spec.num_kv_heads for spec in specs)
         if gathered:
             available = available * page // (page + gathered)
         for hooks in self._hooks:

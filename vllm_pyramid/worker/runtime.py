@@ -23,6 +23,7 @@ from vllm_pyramid.compat.side_channel import (
     PREFIXES,
     SESSIONS,
     TIER,
+    WITHOUT_LEVELS,
     HostCopies,
     StepReport,
     read_messages,
@@ -225,8 +226,9 @@ class WorkerRuntime:
         copy_blocks(scheduler_output, stage, kv_caches, num_blocks, page_size_bytes, pools)
         if self.host_pool is not None and of_host is not None:
             self.host_pool.load(of_host.loaded, scheduler_output)
-        if self.late is not None and (orders := messages.get(LEVELS)):
-            self.late.carry_out(orders, self.tracker.order)
+        if self.late is not None:
+            self.late.without = messages.get(WITHOUT_LEVELS, ())
+            self.late.carry_out(messages.get(LEVELS, {}), self.tracker.order)
         if self._trace is not None:
             for request_id, (origin, point) in messages.get(SESSIONS, {}).items():
                 self._trace.resume(request_id, origin, point)
