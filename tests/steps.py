@@ -19,10 +19,26 @@ from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
-from vllm_pyramid.step.ranks import OneRank, Ranks
+from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
+
+
+class OneRank:
+    """A worker without tensor parallelism."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def any(self, is_true: bool) -> bool:
+        return is_true
 
 
 def make_context(
