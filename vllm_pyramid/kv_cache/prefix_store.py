@@ -27,8 +27,7 @@ from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.evicted_prefixes import EvictedPrefixes
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
-from vllm_pyramid.kv_cache.prefix_records import PrefixHit, SharedPrefix
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache, PrefixHit, SharedPrefix
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
 from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
 from vllm_pyramid.kv_cache.stock_groups import StockGroups

@@ -21,8 +21,7 @@ from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_store import PrefixStore
 from vllm_pyramid.kv_cache.request_record import SchedulerRequest
-from vllm_pyramid.kv_cache.session_cache import SessionCache
-from vllm_pyramid.kv_cache.session_snapshot import SessionSnapshot
+from vllm_pyramid.kv_cache.session_cache import SessionCache, SessionSnapshot
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 
 
