@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -66,6 +67,11 @@ class LayerKVCacheSpec(FullAttentionSpec):
         """Block tables in vLLM's one of this layer: what `kv_cache/layout.py` calls tables."""
         return 1
 
+    def pipeline(self) -> PipelineLayout:
+        """Return which tables each pipeline stage has; one stage if `stages` names none."""
+        ends = np.cumsum(self.stages or (self.num_layers,)) * self.tables_per_layer
+        return PipelineLayout(tuple(ends.tolist()), self.tables_per_layer)
+
     @property
     def full_block_size(self) -> int:
         """Tokens of a page that holds K and V: what `full` fits into one of this layer's pages."""
@@ -86,7 +92,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
             return self.tables_per_layer * super().max_memory_usage_bytes(vllm_config)
         assert settings is not None, "stages are of an engine with a policy"
         longest, per_layer = vllm_config.model_config.max_model_len, self.tables_per_layer
-        stages = PipelineLayout.of(self)
+        stages = self.pipeline()
         blocks = peak_blocks_up_to(
             *(settings.policy, longest, self.num_layers * per_layer),
             *(self.full_block_size, stages.sizes),
@@ -189,4 +195,4 @@ class HostSlots:
 def stages_of(config: KVCacheConfig) -> PipelineLayout:
     """Return which tables of evicting layers each pipeline stage has."""
     specs = (group.kv_cache_spec for group in config.kv_cache_groups)
-    return PipelineLayout.of(next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)))
+    return next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)).pipeline()

@@ -20,7 +20,6 @@ from vllm_pyramid.compat.cpu_resources import units_of_processor
 from vllm_pyramid.compat.versions import vllm_version
 from vllm_pyramid.kv_cache.bundle_file import FORMAT
 from vllm_pyramid.kv_cache.host_files import HostFiles
-from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.weight_samples import weight_samples
@@ -51,7 +50,7 @@ def files_of(
         folder /= f"replica-{parallel.data_parallel_index}"
     ranks, largest = parallel.tensor_parallel_size, slots.count * slots.num_bytes
     limit = settings.host_cache_dir_bytes or ranks * largest
-    stages = PipelineLayout.of(specs[0])
+    stages = specs[0].pipeline()
     parts = [slice(None)] * ranks
     if len(stages) > 1:
         ends = zip(stages.starts, stages.ends, strict=True)
