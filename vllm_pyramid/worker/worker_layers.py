@@ -17,7 +17,6 @@ from vllm_pyramid.attention.table_layout import TableLayout
 from vllm_pyramid.attention.table_layouts import layout_of
 from vllm_pyramid.compat.drafts import draft_layers
 from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
-from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.policy.capabilities import Feature, asked, refuse
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
@@ -25,7 +24,7 @@ from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
 @dataclass(frozen=True)
 class WorkerLayers(LayerRoles):
-    """The layers of one worker by their roles, and what it must know of the layers of other pipeline stages.
+    """The layers of one worker, and what it must know of those of other pipeline stages.
 
     Layers that evict are numbered from the bottom of the model, across all stages.
 
