@@ -142,7 +142,7 @@ def make_evictions(
         plans = plans_of(prompt_lens, np.array(kept_lens or [lens], np.int32), budget=budget)
     shape = (plans[0].num_layers, len(lens))
     previous_skips = np.zeros(shape, np.int32) if skips is None else np.array(skips, np.int32)
-    numbers = np.where(previous_skips.any(axis=0), 2, 1).tolist()
+    numbers = 1 + previous_skips.any(axis=0).astype(np.int64)
     return StepEvictions(
         request_ids=request_ids or [f"r{index}" for index in range(len(lens))],
         rows=np.arange(len(lens)) if rows is None else np.array(rows),
@@ -157,5 +157,5 @@ def make_evictions(
         previous_skips=previous_skips,
         block_size=block_size,
         copies=[None] * len(lens),
-        keep=spans,
+        keep=spans or [()] * len(lens),
     )
