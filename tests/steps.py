@@ -19,10 +19,26 @@ from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.kept_spans import Spans
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext, WorkerHooks
-from vllm_pyramid.step.ranks import OneRank, Ranks
+from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
+
+
+class OneRank:
+    """A worker without tensor parallelism."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def any(self, is_true: bool) -> bool:
+        return is_true
 
 
 def make_context(
@@ -126,7 +142,7 @@ def make_evictions(
         plans = plans_of(prompt_lens, np.array(kept_lens or [lens], np.int32), budget=budget)
     shape = (plans[0].num_layers, len(lens))
     previous_skips = np.zeros(shape, np.int32) if skips is None else np.array(skips, np.int32)
-    numbers = np.where(previous_skips.any(axis=0), 2, 1).tolist()
+    numbers = 1 + previous_skips.any(axis=0).astype(np.int64)
     return StepEvictions(
         request_ids=request_ids or [f"r{index}" for index in range(len(lens))],
         rows=np.arange(len(lens)) if rows is None else np.array(rows),
@@ -141,5 +157,5 @@ def make_evictions(
         previous_skips=previous_skips,
         block_size=block_size,
         copies=[None] * len(lens),
-        keep=spans,
+        keep=spans or [()] * len(lens),
     )

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import kv_cache_config
+from vllm_pyramid.kv_cache.cache_store import RequestTerms
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.plan import Eviction, RetentionPlan
 from vllm_pyramid.policy import load_policy
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.kv_cache.test_coordinator import BLOCK_SIZE, coordinator_of
 from tests.scheduler.harness import kv_cache_config
+from vllm_pyramid.kv_cache.cache_store import RequestTerms
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.request_record import RequestTerms
 
 pytestmark = pytest.mark.cpu
 

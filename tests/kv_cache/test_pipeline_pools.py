@@ -79,7 +79,7 @@ def test_layers_are_numbered_through_the_model() -> None:
     assert [spec.layer_idx for spec in first.values()] == [0, 1, 2]
     assert [spec.layer_idx for spec in second.values()] == [3, 4]
     assert {(spec.num_layers, spec.stages) for spec in second.values()} == {(5, (3, 2))}
-    stages = PipelineLayout.of(second["model.layers.3.self_attn.attn"])
+    stages = second["model.layers.3.self_attn.attn"].pipeline()
     assert [stages.of_table(layer) for layer in range(5)] == [0, 0, 0, 1, 1]
     assert stages.sums(np.array([1, 2, 3, 4, 5])).tolist() == [6, 9]
 

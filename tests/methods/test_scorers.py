@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.methods.views import MadeUp, ready
+from tests.steps import OneRank
 from vllm_pyramid.methods import random_scores
 from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.random_scores import uniform
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.scorer import Scorer
-from vllm_pyramid.step.ranks import OneRank
 
 pytestmark = pytest.mark.cpu
 

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from tests.scheduler.harness import Setup, make_request
 from tests.scheduler.jobs import SMALL, Job, exact_request
-from vllm_pyramid.kv_cache.request_record import RequestTerms
+from vllm_pyramid.kv_cache.cache_store import RequestTerms
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.scheduler.admission import (
     AVERAGING_WINDOW,

@@ -20,8 +20,7 @@ from vllm_pyramid.methods.pages import SelectPages
 from vllm_pyramid.policy.presets import load_policy
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler import host_folder
-from vllm_pyramid.scheduler.host_folder import namespace_of, namespace_of_engines
-from vllm_pyramid.scheduler.weight_samples import weight_samples
+from vllm_pyramid.scheduler.host_folder import namespace_of, namespace_of_engines, weight_samples
 
 pytestmark = pytest.mark.cpu
 

@@ -28,9 +28,8 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.announced_block import AnnouncedBlock
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
-from vllm_pyramid.kv_cache.cache_store import CacheStore, Numbers
+from vllm_pyramid.kv_cache.cache_store import CacheStore, Numbers, SchedulerRequest
 from vllm_pyramid.kv_cache.prefix_store import PrefixStore
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.kv_cache.stores import Stores
 from vllm_pyramid.plan import RetentionPlan

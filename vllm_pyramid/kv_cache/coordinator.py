@@ -27,6 +27,7 @@ from vllm_pyramid.compat.block_pool import block_pool
 from vllm_pyramid.kv_cache.announcing_stores import AnnouncingStores
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
+from vllm_pyramid.kv_cache.cache_store import SchedulerRequest
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.head_layout import make_layout
 from vllm_pyramid.kv_cache.new_blocks import extend_tables
@@ -34,7 +35,6 @@ from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
 from vllm_pyramid.kv_cache.prefix_store import PrefixStore
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.kv_cache.session_cache import SessionCache
 from vllm_pyramid.kv_cache.session_store import SessionStore
 from vllm_pyramid.kv_cache.spec import stages_of

@@ -12,9 +12,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
+from vllm_pyramid.kv_cache.cache_store import SchedulerRequest
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.plan import Plan, RetentionPlan, overwritten_blocks
 
 

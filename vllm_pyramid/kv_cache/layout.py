@@ -19,9 +19,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
-from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
+from vllm_pyramid.kv_cache.spec import LayerKVCacheManager, LayerKVCacheSpec
 
 Numbers = npt.NDArray[np.int64]
 

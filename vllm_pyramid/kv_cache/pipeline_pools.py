@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -30,30 +30,12 @@ from vllm_pyramid.kv_cache.bundles import BlockBundle, BundlePool
 Numbers = npt.NDArray[np.int64]
 
 
-class _LayerSpec(Protocol):
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def tables_per_layer(self) -> int: ...
-
-    @property
-    def stages(self) -> tuple[int, ...]: ...
-
-
 @dataclass(frozen=True)
 class PipelineLayout:
     """Which tables of evicting layers each stage has: `ends` are behind the last table of each."""
 
     ends: tuple[int, ...]
     tables_per_layer: int = 1
-
-    @classmethod
-    def of(cls, spec: _LayerSpec) -> PipelineLayout:
-        """Return the layout that a layer's spec describes; one stage if it names none."""
-        ends: list[int] = np.cumsum(spec.stages or (spec.num_layers,)).tolist()
-        per_layer = spec.tables_per_layer
-        return cls(tuple(end * per_layer for end in ends), per_layer)
 
     def __len__(self) -> int:
         return len(self.ends)

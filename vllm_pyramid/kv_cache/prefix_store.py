@@ -23,14 +23,18 @@ from vllm.v1.request import Request
 from vllm_pyramid.compat.side_channel import PREFIXES
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
-from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers
+from vllm_pyramid.kv_cache.cache_store import (
+    CacheStore,
+    Least,
+    Numbers,
+    RequestTerms,
+    SchedulerRequest,
+)
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.evicted_prefixes import EvictedPrefixes
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
-from vllm_pyramid.kv_cache.prefix_records import PrefixHit, SharedPrefix
+from vllm_pyramid.kv_cache.prefix_cache import PrefixCache, PrefixHit, SharedPrefix
 from vllm_pyramid.kv_cache.request_plans import RequestPlans
-from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 from vllm_pyramid.plan import RetentionPlan
 

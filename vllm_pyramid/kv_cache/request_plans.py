@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from vllm_pyramid.kv_cache.cache_store import RequestTerms, SchedulerRequest
 from vllm_pyramid.kv_cache.counters import CacheCounters
-from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
 from vllm_pyramid.plan import Eviction, Plan, RetentionPlan
 
 

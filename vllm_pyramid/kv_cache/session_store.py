@@ -15,14 +15,12 @@ from vllm.v1.request import Request
 from vllm_pyramid.compat.side_channel import SESSIONS
 from vllm_pyramid.kv_cache.block_copies import BlockCopies
 from vllm_pyramid.kv_cache.bundles import BundlePool
-from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers
+from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, Numbers, SchedulerRequest
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.evicted_names import turn_name
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.prefix_store import PrefixStore
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
-from vllm_pyramid.kv_cache.session_cache import SessionCache
-from vllm_pyramid.kv_cache.session_snapshot import SessionSnapshot
+from vllm_pyramid.kv_cache.session_cache import SessionCache, SessionSnapshot
 from vllm_pyramid.kv_cache.stock_groups import StockGroups
 
 

@@ -5,17 +5,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 from vllm.config import VllmConfig
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_pyramid.compat.cache_specs import register_stock_specs
-from vllm_pyramid.kv_cache.layer_manager import LayerKVCacheManager
+from vllm_pyramid.compat.cache_specs import register_stock_specs, return_head
+from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.served_settings import ServedSettings
+
+
+class LayerKVCacheManager(FullAttentionManager):
+    """The blocks of one layer for every request; `LockstepCoordinator` decides when they change.
+
+    To vLLM it is a full-attention manager without prefix caching. It can give back the head of a
+    request's blocks, as a sliding window does. Blocks come from the pool of the layer's stage.
+
+        before   [b0][b1][b2][b3][b4]      after release_head(rid, 3)   [null][null][null][b3][b4]
+    """
+
+    def __init__(self, kv_cache_spec: Any, block_pool: BundlePool, **kwargs: Any) -> None:
+        own = block_pool.of_layer(kv_cache_spec.layer_idx)
+        super().__init__(kv_cache_spec, block_pool=own, **kwargs)
+
+    def release_head(self, request_id: str, num_blocks: int) -> int:
+        """Return a request's first blocks to the pool, and how many went back; 0 if they had gone
+        before.
+
+        Null blocks keep their places in the table, so token p is still in entry p // block size.
+        """
+        before = self.block_pool.get_num_free_blocks()
+        return_head(self, request_id, num_blocks)
+        return self.block_pool.get_num_free_blocks() - before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +67,11 @@ class LayerKVCacheSpec(FullAttentionSpec):
         """Block tables in vLLM's one of this layer: what `kv_cache/layout.py` calls tables."""
         return 1
 
+    def pipeline(self) -> PipelineLayout:
+        """Return which tables each pipeline stage has; one stage if `stages` names none."""
+        ends = np.cumsum(self.stages or (self.num_layers,)) * self.tables_per_layer
+        return PipelineLayout(tuple(ends.tolist()), self.tables_per_layer)
+
     @property
     def full_block_size(self) -> int:
         """Tokens of a page that holds K and V: what `full` fits into one of this layer's pages."""
@@ -61,7 +92,7 @@ class LayerKVCacheSpec(FullAttentionSpec):
             return self.tables_per_layer * super().max_memory_usage_bytes(vllm_config)
         assert settings is not None, "stages are of an engine with a policy"
         longest, per_layer = vllm_config.model_config.max_model_len, self.tables_per_layer
-        stages = PipelineLayout.of(self)
+        stages = self.pipeline()
         blocks = peak_blocks_up_to(
             *(settings.policy, longest, self.num_layers * per_layer),
             *(self.full_block_size, stages.sizes),
@@ -164,4 +195,4 @@ class HostSlots:
 def stages_of(config: KVCacheConfig) -> PipelineLayout:
     """Return which tables of evicting layers each pipeline stage has."""
     specs = (group.kv_cache_spec for group in config.kv_cache_groups)
-    return PipelineLayout.of(next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)))
+    return next(spec for spec in specs if isinstance(spec, LayerKVCacheSpec)).pipeline()

@@ -10,8 +10,7 @@ from vllm.v1.request import Request
 
 from vllm_pyramid.compat.side_channel import TIER
 from vllm_pyramid.kv_cache.bundles import BundlePool
-from vllm_pyramid.kv_cache.cache_store import CacheStore, Found, Least, Numbers
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
+from vllm_pyramid.kv_cache.cache_store import CacheStore, Found, Least, Numbers, SchedulerRequest
 from vllm_pyramid.plan import RetentionPlan
 
 

@@ -19,10 +19,14 @@ from vllm_pyramid.plan.bounds import (
 )
 from vllm_pyramid.plan.budget import Budget
 from vllm_pyramid.plan.deferred import DeferredPlan, Plan
-from vllm_pyramid.plan.eviction_point import Eviction, EvictionPoint, IntArray
+from vllm_pyramid.plan.eviction_point import (
+    Eviction,
+    EvictionPoint,
+    IntArray,
+    Piece,
+    PlanMismatchError,
+)
 from vllm_pyramid.plan.levels import LateEviction, LevelPlan, Order
-from vllm_pyramid.plan.mismatch import PlanMismatchError
-from vllm_pyramid.plan.piece import Piece
 from vllm_pyramid.plan.retention import RetentionPlan
 from vllm_pyramid.plan.turns import affordable, with_turns
 

@@ -11,9 +11,13 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray, read_only
-from vllm_pyramid.plan.mismatch import PlanMismatchError
-from vllm_pyramid.plan.piece import Piece
+from vllm_pyramid.plan.eviction_point import (
+    EvictionPoint,
+    IntArray,
+    Piece,
+    PlanMismatchError,
+    read_only,
+)
 from vllm_pyramid.plan.retention import RetentionPlan
 
 

@@ -154,6 +154,40 @@ class EvictionPoint:
         return read_only(self.computed // self.block_size - first)
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Tokens `start .. end - 1` of a prompt that are computed in one step and thinned in it.
+
+    Attributes:
+        recent: the last tokens, which score the others and are kept. sinks: first ones, kept too.
+        before: `[num_layers]` int32, tokens held of the pieces before it.
+        held: `[num_layers]` int32, tokens of it that are held: what layer l + 1 computes is what
+            layer l holds, so it never rises.
+    """
+
+    start: int
+    end: int
+    recent: int
+    sinks: int
+    before: IntArray
+    held: IntArray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the piece, all of which the first layer computes."""
+        return self.end - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory at most, with the array that is computed when it is asked for."""
+        return 600 + 3 * (128 + self.held.nbytes)
+
+    @cached_property
+    def enters(self) -> IntArray:
+        """Tokens of the piece that each layer computes, `[num_layers]` int32."""
+        return np.concatenate([[self.tokens], self.held[:-1]]).astype(np.int32)
+
+
 class Eviction(NamedTuple):
     """What the worker did at one eviction of a request.
 
@@ -173,3 +207,11 @@ def read_only(values: npt.NDArray[Any]) -> IntArray:
     result = values.astype(np.int32)
     result.flags.writeable = False
     return result
+
+
+class PlanMismatchError(RuntimeError):
+    """A worker is to do something that a request's plan rules out.
+
+    It may then hold another number of tokens than the scheduler believes, whose blocks would go to
+    other requests too early. So the engine stops, not one request.
+    """

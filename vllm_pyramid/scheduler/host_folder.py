@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from vllm.config import VllmConfig
@@ -20,10 +21,8 @@ from vllm_pyramid.compat.cpu_resources import units_of_processor
 from vllm_pyramid.compat.versions import vllm_version
 from vllm_pyramid.kv_cache.bundle_file import FORMAT
 from vllm_pyramid.kv_cache.host_files import HostFiles
-from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.kv_cache.spec import HostSlots, LayerKVCacheSpec
 from vllm_pyramid.policy.served_settings import ServedSettings
-from vllm_pyramid.scheduler.weight_samples import weight_samples
 from vllm_pyramid.version import __version__
 
 _DIGITS = 32
@@ -51,7 +50,7 @@ def files_of(
         folder /= f"replica-{parallel.data_parallel_index}"
     ranks, largest = parallel.tensor_parallel_size, slots.count * slots.num_bytes
     limit = settings.host_cache_dir_bytes or ranks * largest
-    stages = PipelineLayout.of(specs[0])
+    stages = specs[0].pipeline()
     parts = [slice(None)] * ranks
     if len(stages) > 1:
         ends = zip(stages.starts, stages.ends, strict=True)
@@ -155,3 +154,62 @@ def _device() -> str:
     if current_platform.device_type == "cpu":
         return units_of_processor()
     return str(current_platform.get_device_name())
+
+
+_WHOLE = 1 << 20  # bytes of the files that are read whole
+_SAMPLE = 64  # bytes of a sample
+_SAMPLES = 256  # of a large file that names no tensors
+_LENGTH = 8  # bytes that hold the length of a safetensors header
+_LONGEST_HEADER = 100_000_000
+
+
+def weight_samples(folder: Path) -> list[tuple[str, int, int, str]]:
+    """Return name, size, time and a hash of samples for each file below a folder, links followed.
+
+    Of a safetensors file these are its header, and the first, middle and last bytes of each tensor;
+    small files are read whole; of other files samples are taken at equal distances. The time of a
+    file tells weights that were changed where no sample lies.
+    """
+    found, seen = [], set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(parent)) in seen:
+            folders.clear()  # a link that leads back
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            path = Path(parent, name)
+            if path.is_file():
+                stat = path.stat()
+                sample = _digest(path, stat.st_size)
+                name = str(path.relative_to(folder))
+                found.append((name, stat.st_size, stat.st_mtime_ns, sample))
+    return sorted(found)
+
+
+def _digest(path: Path, size: int) -> str:
+    digest = sha256()
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            digest.update(file.read())
+        else:
+            for start, count in _places(file, size, path.suffix == ".safetensors"):
+                file.seek(start)
+                digest.update(file.read(count))
+    return digest.hexdigest()
+
+
+def _places(file: BinaryIO, size: int, has_header: bool) -> Iterator[tuple[int, int]]:
+    """Yield start and length of what is read of a large file."""
+    header = int.from_bytes(file.read(_LENGTH), "little") if has_header else 0
+    if not 0 < header < min(size - _LENGTH, _LONGEST_HEADER):
+        yield from ((size * index // _SAMPLES, _SAMPLE) for index in range(_SAMPLES))
+        yield max(size - _SAMPLE, 0), _SAMPLE
+        return
+    tensors = json.loads(file.read(header))
+    first = _LENGTH + header
+    yield 0, first
+    for tensor in tensors.values():
+        start, end = tensor.get("data_offsets", (0, 0))
+        for place in (start, (start + end) // 2, max(end - _SAMPLE, start)):
+            yield first + place, min(_SAMPLE, end - place)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.request import Request
 
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
+from vllm_pyramid.kv_cache.cache_store import SchedulerRequest
 from vllm_pyramid.plan import EvictionPoint, LevelPlan, Order, RetentionPlan
 
 Numbers: TypeAlias = npt.NDArray[np.int64]

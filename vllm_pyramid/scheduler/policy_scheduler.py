@@ -24,11 +24,10 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler.admission import Admission
 from vllm_pyramid.scheduler.begun_answers import BegunAnswers
 from vllm_pyramid.scheduler.chunks import Chunks
-from vllm_pyramid.scheduler.early_reports import EarlyReports
 from vllm_pyramid.scheduler.failed_requests import FailedRequests
 from vllm_pyramid.scheduler.host_tier import add_host_tier
 from vllm_pyramid.scheduler.pressure import Pressure
-from vllm_pyramid.scheduler.reports import Reports
+from vllm_pyramid.scheduler.reports import EarlyReports, Reports
 from vllm_pyramid.scheduler.request_planner import RequestPlanner
 from vllm_pyramid.scheduler.resumed_turns import ResumedTurns
 from vllm_pyramid.scheduler.turn_ways import TurnWays

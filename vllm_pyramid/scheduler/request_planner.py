@@ -13,9 +13,9 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from vllm_pyramid.compat.input_processor import check_images, check_whole
+from vllm_pyramid.kv_cache.cache_store import RequestTerms
 from vllm_pyramid.kv_cache.evicted_names import EvictedNames
 from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.request_record import RequestTerms
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy import Policy
 from vllm_pyramid.policy.fit import Pool, check_fit, tokens_that_fit

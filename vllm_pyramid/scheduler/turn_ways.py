@@ -24,8 +24,8 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pyramid.kv_cache.cache_store import RequestTerms, SchedulerRequest
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
-from vllm_pyramid.kv_cache.request_record import RequestTerms, SchedulerRequest
 from vllm_pyramid.plan import Plan
 from vllm_pyramid.policy.request import ALLOCATOR_KEY, ServedRequest
 from vllm_pyramid.policy.request_keys import EXACT, RESUME

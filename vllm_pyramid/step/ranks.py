@@ -22,19 +22,3 @@ class Ranks(Protocol):
 
     def any(self, is_true: bool) -> bool:
         """Return whether `is_true` on some rank. The hosts wait for one another, no device does."""
-
-
-class OneRank:
-    """A worker without tensor parallelism."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def any(self, is_true: bool) -> bool:
-        return is_true

@@ -7,7 +7,7 @@ Shape legend: L layers, E requests that come to an eviction, S of these that one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ class HeldTokens(NamedTuple):
     dead_prefixes: IntArray
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StepEvictions:
     """E requests that come to an eviction in this step, whether or not a layer shortens them.
 
@@ -62,56 +63,43 @@ class StepEvictions:
         prompt_lens: `[E]` int32, tokens of their prompts.
         points: `[E]` int32, tokens computed at the eviction, which the step computes last.
         plans: E plans of this eviction; open ones until they are decided in this step.
-        eviction_numbers: E numbers: which eviction of its request it is, from 1.
-        end_numbers: E numbers of the eviction at the request's prompt's end.
+        eviction_numbers: `[E]` int64, which eviction of its request it is, from 1.
+        end_numbers: `[E]` int64, the number of the eviction at the request's prompt's end.
         intervals: `[E]` int64, tokens between two evictions after the prompt's end, or 0.
         previous_skips: `[L, E]` int32, the skips that held until now.
         block_size: tokens of the largest cache block.
         copies: E lists of blocks that receive copies of what a request's first eviction overwrites,
             layer by layer (`RetentionPlan.blocks_behind`); None where nothing is to be copied.
-        keep: E tuples of the spans that stay in every layer and head, merged; None: no spans.
+        keep: E tuples of the spans that stay in every layer and head, merged.
         failures: the worker's; by default none are known.
     """
 
-    def __init__(
-        self,
-        *,
-        request_ids: list[str],
-        rows: Indices,
-        query_ends: IntArray,
-        query_lens: IntArray,
-        prompt_lens: IntArray,
-        points: IntArray,
-        plans: list[EvictionPoint | DeferredPlan],
-        eviction_numbers: Sequence[int],
-        end_numbers: Sequence[int],
-        intervals: Indices,
-        previous_skips: IntArray,
-        block_size: int,
-        copies: Sequence[list[int] | None],
-        keep: Sequence[Spans] | None = None,
-        failures: Failures | None = None,
-    ) -> None:
-        self.request_ids = request_ids
-        self.rows = rows
-        self.query_ends, self.query_lens = query_ends, query_lens
-        self.prompt_lens, self.points = prompt_lens, points
-        self.plans = plans
-        self.eviction_numbers = np.array(eviction_numbers, np.int64)
-        self.inside_prompt = self.eviction_numbers < np.array(end_numbers)
-        self.at_prompt_end = self.eviction_numbers == np.array(end_numbers)
-        self.intervals = intervals
-        self.previous_skips = previous_skips
-        self.block_size = block_size
-        self.copies = copies
-        self.keep: Sequence[Spans] = [()] * len(request_ids) if keep is None else keep
-        self.failures = Failures() if failures is None else failures
+    request_ids: list[str]
+    rows: Indices
+    query_ends: IntArray
+    query_lens: IntArray
+    prompt_lens: IntArray
+    points: IntArray
+    plans: list[EvictionPoint | DeferredPlan]
+    eviction_numbers: Indices
+    end_numbers: InitVar[Indices]
+    intervals: Indices
+    previous_skips: IntArray
+    block_size: int
+    copies: Sequence[list[int] | None]
+    keep: Sequence[Spans]
+    failures: Failures = field(default_factory=Failures)
+
+    def __post_init__(self, end_numbers: Indices) -> None:
+        request_ids, plans = self.request_ids, self.plans
+        self.inside_prompt = self.eviction_numbers < end_numbers
+        self.at_prompt_end = self.eviction_numbers == end_numbers
         # All ranks know these; what a rank finds in this step the others learn at its end.
         self._has_failed = np.array([name in self.failures.of for name in request_ids], bool)
         self.kept_lens: IntArray = np.stack([plan.held for plan in plans], axis=1)
         self.budgets = np.array([plan.budget_tokens for plan in plans], np.int32)
         self.tokens_done = np.zeros(len(request_ids), np.int64)
-        visible = points - previous_skips
+        visible = self.points - self.previous_skips
         if (self.kept_lens > visible).any():
             layer, index = np.argwhere(self.kept_lens > visible)[0].tolist()
             raise RuntimeError(
@@ -136,7 +124,8 @@ class StepEvictions:
     def with_points(self, points: Mapping[int, EvictionPoint]) -> StepEvictions:
         """Return some of these requests, by index, as if they evicted to other points here."""
         chosen = list(points)
-        return StepEvictions(
+        return replace(
+            self,
             request_ids=[self.request_ids[index] for index in chosen],
             rows=self.rows[chosen],
             query_ends=self.query_ends[chosen],
@@ -144,14 +133,12 @@ class StepEvictions:
             prompt_lens=self.prompt_lens[chosen],
             points=self.points[chosen],
             plans=list(points.values()),
-            eviction_numbers=self.eviction_numbers[chosen].tolist(),
-            end_numbers=self.eviction_numbers[chosen].tolist(),
+            eviction_numbers=self.eviction_numbers[chosen],
+            end_numbers=self.eviction_numbers[chosen],
             intervals=self.intervals[chosen],
             previous_skips=self.previous_skips[:, chosen],
-            block_size=self.block_size,
             copies=[None] * len(chosen),
             keep=[self.keep[index] for index in chosen],
-            failures=self.failures,
         )
 
     def shortened(self, layer: int) -> Indices:

@@ -15,10 +15,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
 from vllm_pyramid.kv_cache.bundle_file import DamagedFileError
-from vllm_pyramid.kv_cache.cache_store import CacheStore, Least
+from vllm_pyramid.kv_cache.cache_store import CacheStore, Least, SchedulerRequest
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.kv_cache.new_blocks import begin_tables
-from vllm_pyramid.kv_cache.request_record import SchedulerRequest
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy.schedules import PromptEndSchedule
 from vllm_pyramid.step.hooks import SchedulerHooks

@@ -249,7 +249,7 @@ class EvictionTracker:
     ) -> StepEvictions:
         """Return the evictions of the rows `ending`, whose numbers are among `numbers`, `[R]`."""
         records = [requests[row] for row in ending.tolist()]
-        eviction_numbers, after = numbers[ending].tolist(), computed + scheduled
+        after = computed + scheduled
         for row, record in zip(ending.tolist(), records, strict=True):
             plan = record.plan
             if plan.evicts and after[row] != (point := plan.next_eviction(computed[row])):
@@ -258,9 +258,8 @@ class EvictionTracker:
                     f"{computed[row]} crosses the eviction at {point}: scheduler and worker "
                     "disagree about the KV policy; report this"
                 )
-        evicting = [
-            (record.plan, number) for record, number in zip(records, eviction_numbers, strict=True)
-        ]
+        both = zip(records, numbers[ending].tolist(), strict=True)
+        evicting = [(record.plan, number) for record, number in both]
         evictions = StepEvictions(
             request_ids=[record.request_id for record in records],
             rows=ending,
@@ -269,8 +268,8 @@ class EvictionTracker:
             prompt_lens=np.array([record.initial.prompt_len for record in records], np.int32),
             points=np.array([plan.computed_at(number) for plan, number in evicting], np.int32),
             plans=[plan.after(number) for plan, number in evicting],
-            eviction_numbers=eviction_numbers,
-            end_numbers=[plan.end_number for plan, _ in evicting],
+            eviction_numbers=numbers[ending],
+            end_numbers=np.array([plan.end_number for plan, _ in evicting]),
             intervals=self._row_interval[ending],
             previous_skips=skips[:, ending],
             block_size=self.block_size,

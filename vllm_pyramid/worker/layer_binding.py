@@ -14,10 +14,10 @@ from vllm_pyramid.attention.layer_context import LayerContext, ReaderContext
 from vllm_pyramid.attention.step_end import StepEndEviction
 from vllm_pyramid.compat.runner import attention_layer, rotary_of_layer
 from vllm_pyramid.policy.policy import Policy
+from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
-from vllm_pyramid.worker.ranks import TensorParallelRanks
 from vllm_pyramid.worker.step_tables import StepTables
 from vllm_pyramid.worker.worker_layers import WorkerLayers
 
@@ -32,7 +32,7 @@ class LayerBinding:
         layers: WorkerLayers,
         tracker: EvictionTracker,
         tables: StepTables,
-        ranks: TensorParallelRanks,
+        ranks: Ranks,
         *,
         traces: bool = False,
     ) -> None:

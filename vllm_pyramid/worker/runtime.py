@@ -30,19 +30,18 @@ from vllm_pyramid.compat.side_channel import (
 )
 from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.step.hooks import MethodHooks, WorkerContext
+from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.worker.answer_levels import AnswerLevels
 from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.copy_stream import copies_of, host_memory_of
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker, IntArray
-from vllm_pyramid.worker.front_moves import FrontMove, front_moves
 from vllm_pyramid.worker.host_pool import HostPool
 from vllm_pyramid.worker.late_evictions import LateEvictions
 from vllm_pyramid.worker.layer_binding import LayerBinding
 from vllm_pyramid.worker.memory import WorkerMemory
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
-from vllm_pyramid.worker.ranks import TensorParallelRanks
-from vllm_pyramid.worker.step_tables import RunnerTables, StepTables
+from vllm_pyramid.worker.step_tables import FrontMove, RunnerTables, StepTables, front_moves
 from vllm_pyramid.worker.warm_up import compile_kernels
 from vllm_pyramid.worker.worker_layers import WorkerLayers
 
@@ -86,7 +85,7 @@ class WorkerRuntime:
         stock_specs: Mapping[str, KVCacheSpec],
         runner_tables: RunnerTables,
         pipeline: PipelineSync,
-        ranks: TensorParallelRanks,
+        ranks: Ranks,
     ) -> None:
         self.pipeline = pipeline
         self._config, self._settings, self._ranks = config, settings, ranks

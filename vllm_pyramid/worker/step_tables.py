@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,32 @@ import torch
 
 from vllm_pyramid.attention.shifted_tables import HeldTables, ShiftedTables, Slots
 from vllm_pyramid.step.step import Step
-from vllm_pyramid.worker.front_moves import FrontMove
 from vllm_pyramid.worker.worker_layers import WorkerLayers
+
+
+class FrontMove(NamedTuple):
+    """A request whose tables change behind an eviction.
+
+    Each layer's table skips `before` tokens, `[L]`, until the eviction, and `skip` behind it;
+    `in_place` tokens of whole blocks stand behind these.
+    """
+
+    request_id: str
+    before: npt.NDArray[np.int32]
+    skip: npt.NDArray[np.int32]
+    in_place: int
+
+
+def front_moves(step: Step) -> list[FrontMove]:
+    """Return the moves that a step's evictions ask for, which hold from the next step on."""
+    evictions, moves = step.evictions, list[FrontMove]()
+    for index, row in enumerate([] if evictions is None else evictions.rows.tolist()):
+        plan = step.requests[row].plan
+        if evictions is not None and plan.in_place and plan.evicts:
+            before = evictions.previous_skips[:, index]
+            skip = plan.skip_after(evictions.eviction_numbers[index])
+            moves.append(FrontMove(step.requests[row].request_id, before, skip, plan.in_place))
+    return moves
 
 
 class RunnerTables(Protocol):

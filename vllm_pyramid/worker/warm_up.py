@@ -151,12 +151,13 @@ def _evict(
         prompt_lens=tokens,
         points=tokens,
         plans=[plan],
-        eviction_numbers=[1],
-        end_numbers=[1],
+        eviction_numbers=np.ones(1, np.int64),
+        end_numbers=np.ones(1, np.int64),
         intervals=np.zeros(1, np.int64),
         previous_skips=np.zeros((num_layers, 1), np.int32),
         block_size=call.key_cache.shape[2],
         copies=[None],
+        keep=[()],
     )
     batch = evictions.batch(call, policy, np.zeros(1, np.int64))
     if traces:

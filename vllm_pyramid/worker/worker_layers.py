@@ -17,27 +17,24 @@ from vllm_pyramid.attention.table_layout import TableLayout
 from vllm_pyramid.attention.table_layouts import layout_of
 from vllm_pyramid.compat.drafts import draft_layers
 from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
-from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 from vllm_pyramid.policy.capabilities import Feature, asked, refuse
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
 
 @dataclass(frozen=True)
-class WorkerLayers:
-    """The layers of one worker, and what it must know of the layers of other pipeline stages.
+class WorkerLayers(LayerRoles):
+    """The layers of one worker, and what it must know of those of other pipeline stages.
 
     Layers that evict are numbered from the bottom of the model, across all stages.
 
     Attributes:
-        roles: the roles of this worker's layers.
         stage: the numbers of this worker's layers that evict.
         model_layers: the model's own number of each layer that evicts, of all stages.
         block_size: tokens of the largest block; multiples of it end blocks in all layers.
         layout: which block tables the layers read.
     """
 
-    roles: LayerRoles
     stage: slice
     model_layers: list[int]
     block_size: int
@@ -74,14 +71,14 @@ class WorkerLayers:
         if roles.stock_groups.keys() - drafts or roles.readers:
             refuse(policy, asked(Feature.OTHER_LAYERS))
         policy.check_layers(sum(spec.tables_per_layer for spec in roles.evicting.values()))
-        worker_roles = roles.of_stage(stock)
-        layers = [spec.layer_idx for spec in worker_roles.evicting.values()]
+        own = roles.of_stage(stock)
+        layers = [spec.layer_idx for spec in own.evicting.values()]
         return cls(
-            worker_roles,
-            slice(layers[0], layers[-1] + 1),
-            [spec.model_layer for spec in roles.evicting.values()],
-            max(spec.block_size for spec in roles.evicting.values()),
-            layout_of(list(roles.evicting.values())),
+            *(own.evicting, own.stock_groups, own.readers),
+            stage=slice(layers[0], layers[-1] + 1),
+            model_layers=[spec.model_layer for spec in roles.evicting.values()],
+            block_size=max(spec.block_size for spec in roles.evicting.values()),
+            layout=layout_of(list(roles.evicting.values())),
         )
 
     @property
@@ -98,21 +95,6 @@ class WorkerLayers:
     def num_tables(self) -> int:
         """The numbers that a plan has: one for each table of the layers that evict."""
         return self.num_layers * self.tables_per_layer
-
-    @property
-    def evicting(self) -> dict[str, LayerKVCacheSpec]:
-        """The specs of this worker's layers that evict, by layer name, from the bottom."""
-        return self.roles.evicting
-
-    @property
-    def readers(self) -> dict[str, list[str]]:
-        """The layers that read the cache of a layer that evicts, by its name, from the bottom."""
-        return self.roles.readers
-
-    @property
-    def specs(self) -> dict[str, KVCacheSpec]:
-        """The specs of all layers of this worker: one KV cache group for each layer that evicts."""
-        return self.roles.specs
 
     @property
     def page_size_bytes(self) -> int:

@@ -17,14 +17,17 @@ requests. `MethodHooks` sorts the hooks of all methods once, at start-up, by the
 override.
 """
 
-from vllm_pyramid.step.hooks.cache import CacheHooks
 from vllm_pyramid.step.hooks.context import CopyStream, HostMemory, LayerSpec, WorkerContext
-from vllm_pyramid.step.hooks.eviction import EvictionHooks
-from vllm_pyramid.step.hooks.layer import LayerHooks
 from vllm_pyramid.step.hooks.methods import LAYER_HOOKS, MethodHooks
 from vllm_pyramid.step.hooks.scheduler import SchedulerHooks
-from vllm_pyramid.step.hooks.step import StepHooks, StepNeeds
-from vllm_pyramid.step.hooks.worker import WorkerHooks
+from vllm_pyramid.step.hooks.worker import (
+    CacheHooks,
+    EvictionHooks,
+    LayerHooks,
+    StepHooks,
+    StepNeeds,
+    WorkerHooks,
+)
 
 __all__ = [
     "LAYER_HOOKS",

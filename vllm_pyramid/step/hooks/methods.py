@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_pyramid.step.hooks.cache import CacheHooks
-from vllm_pyramid.step.hooks.eviction import EvictionHooks
-from vllm_pyramid.step.hooks.layer import LayerHooks
-from vllm_pyramid.step.hooks.step import StepHooks
-from vllm_pyramid.step.hooks.worker import WorkerHooks
+from vllm_pyramid.step.hooks.worker import (
+    CacheHooks,
+    EvictionHooks,
+    LayerHooks,
+    StepHooks,
+    WorkerHooks,
+)
 
 if TYPE_CHECKING:
     from vllm_pyramid.step.step import Step
