@@ -129,7 +129,7 @@ class AnswerLevels(LateEvictions, CacheHooks, LayerHooks):
             points=np.array([point.computed for point in first], np.int32),
             plans=list(first),
             # The first if nothing was evicted: tokens are in the places of their positions.
-            eviction_numbers=1 + previous.any(axis=0).astype(np.int64),
+            eviction_numbers=np.where(previous.any(axis=0), 2, 1).astype(np.int64),
             end_numbers=np.ones(len(has), np.int64),
             intervals=np.zeros(len(has), np.int64),
             previous_skips=previous,
