@@ -152,8 +152,8 @@ FAULTS: dict[str, Fault] = {
         (
             Edit(
                 "vllm_pyramid/methods/observation_window.py",
-                "            batch.policy.window,\n",
-                "            batch.policy.window - 1,\n",
+                "batch.last_queries(batch.policy.window)",
+                "batch.last_queries(batch.policy.window - 1)",
             ),
         ),
     ),
