@@ -219,6 +219,7 @@ def test_ranks_of_other_numbers(
         return of.transpose(1, 2).contiguous().transpose(1, 2)
 
     senders = [start(rank, theirs, cache(share(whole, rank, theirs))) for rank in range(theirs)]
+    state.put_head(folder, 5)
     for one in senders:
         one.start(TransferOrders(sent=[BlockOrder("p", state, sent)]))
     for rank in range(mine):
