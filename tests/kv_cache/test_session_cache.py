@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,26 @@ def test_other_lengths_under_one_name_have_another_key() -> None:
         assert found is not None
         keys.append(found.keys)
     assert keys[0] == keys[2] and keys[0][1] != keys[1][1]
+
+
+def test_another_source_of_an_own_class_has_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    for number, comment in enumerate(("", "", "# edited")):
+        text = "from vllm_pyramid.methods.observation_window import ObservationWindowScorer\n"
+        text += f"class Mine(ObservationWindowScorer):\n    kind: str{comment}\n"
+        (tmp_path / f"mine{number}").mkdir()
+        (tmp_path / f"mine{number}" / "own_scorer_of_keys.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / f"mine{number}")
+        monkeypatch.delitem(sys.modules, "own_scorer_of_keys", raising=False)
+        policy = load_policy("snapkv", 24, {"scorer": "own_scorer_of_keys:Mine"})
+        found = EvictedNames.of(
+            resolve(policy, RequestKeys.parse({"kv_turns": [70]})), policy.plan(200, 3, 4)
+        )
+        assert found is not None
+        keys.append(found.keys[1])
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_state_of_another_size_in_the_host_is_a_miss() -> None:

@@ -64,6 +64,7 @@ def _keys(served: ServedRequest, plan: RetentionPlan) -> Iterator[tuple[int, byt
     policy = served.policy
     budget = (served.budget or policy.budget).with_floor(policy.min_tokens)
     text = f"{policy.model_dump_json()} {budget.value} {budget.min_tokens} {served.keep}"
+    text += "".join(part.source for part in policy.parts)
     key = sha256(text.encode())
     yield 0, key.digest()
     for number in plan.giving:

@@ -8,7 +8,12 @@ must derive from the section's base class and be importable in every process of 
 
 from __future__ import annotations
 
+import inspect
+import secrets
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -34,6 +39,14 @@ class BlockExtras:
 
     num_bytes: int
     made_by: Any
+
+
+@cache
+def _digest_of(own: type) -> str:
+    try:
+        return sha256(Path(inspect.getfile(own)).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return secrets.token_hex(16)  # no file has it
 
 
 class Component(BaseModel):
@@ -134,6 +147,14 @@ class Component(BaseModel):
         """
         is_own = ":" in self.kind and type(self).worker_hooks is not Component.worker_hooks
         return self.model_dump(mode="json") if is_own else None
+
+    @property
+    def source(self) -> str:
+        """Return a hash of the file of a class of your own, "" for built-in kinds.
+
+        Where there is no such file, each process has another hash.
+        """
+        return _digest_of(type(self)) if ":" in self.kind else ""
 
     @property
     def begins_evicted(self) -> bool:
