@@ -160,7 +160,8 @@ def send(known: Shadow, one: SimpleNamespace) -> Any:
 
 def test_only_greedy_answers_are_compared() -> None:
     assert can_be_compared(request("a"))
-    for changes in ({"n": 2, "temperature": 1}, {"min_tokens": 4}, {"repetition_penalty": 1.2}):
+    others = {"n": 2, "temperature": 1}, {"min_tokens": 4}, {"repetition_penalty": 1.2}
+    for changes in (*others, {"thinking_token_budget": 0}, {"extra_args": {"target": 7}}):
         one = request("a")
         for key, value in changes.items():
             setattr(one.sampling_params, key, value)

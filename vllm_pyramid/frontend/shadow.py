@@ -207,13 +207,17 @@ class Shadow:
 def can_be_compared(request: Any) -> bool:
     """Return whether the answer of a request is what its model finds likeliest, and nothing else.
 
-    Greedy requests are, if nothing changes the logits. Images are not replayed.
+    Greedy requests are, if nothing changes the logits: a key of other software may be a logits
+    processor's. Images are not replayed.
     """
     params = request.sampling_params
+    keys = params.extra_args or {}
     changes = (
         *(params.logit_bias, params.allowed_token_ids, params.bad_words, params.min_tokens),
         *(params.structured_outputs, params.presence_penalty, params.frequency_penalty),
         *(request.mm_features, request.prompt_embeds is not None, request.lora_request),
+        params.thinking_token_budget is not None,
+        any(not key.startswith(("kv_", "vllm_pyramid_")) for key in keys),
     )
     return (
         params.temperature < 1e-5
