@@ -184,8 +184,8 @@ class HostFiles:
     def read(self, name: bytes) -> tuple[BundleFile, list[memoryview]] | None:
         """Return the head of a bundle's first file, and each rank's blocks; None: a miss."""
         path = self._path(name)
-        if not self._get_known(path):
-            return None
+        if path in self._saved or not self._get_known(path):
+            return None  # the order to write it has not been sent
         try:
             parts = [self._read_part(path, part, name) for part in range(len(self._parts))]
             found = parts[0][0]
