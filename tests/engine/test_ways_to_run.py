@@ -60,9 +60,7 @@ def test_compiled_where_prompts_are_thinned(
     monkeypatch.setattr(thin_forward.logger, "info", lambda text, *args: said.append(text % args))
     engine = engines.get(path, enforce_eager=False, **THINNED)
     assert engine.core.vllm_config.compilation_config.mode.name != "NONE"
-    assert said == [
-        "kv-policy pyramidinfer: steps that thin a prompt run without torch.compile"
-    ]
+    assert said == ["kv-policy pyramidinfer: steps that thin a prompt run without torch.compile"]
     inner = engine.core.model_executor.driver_worker.worker.model_runner.get_model().model
     ways: list[str] = []
 
