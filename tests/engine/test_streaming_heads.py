@@ -27,7 +27,7 @@ from tests.engine.support import (
     random_prompts,
 )
 from vllm_pyramid.policy.policy import TRACE_WINDOW
-from vllm_pyramid.step.trace_files import read_request
+from vllm_pyramid.step.trace_files import read_kept
 
 pytestmark = pytest.mark.engine
 
@@ -75,8 +75,7 @@ def check_trace(folder: Path, outcome: Outcome, kept: list[torch.Tensor]) -> Non
     for lane, positions in enumerate(found):
         wanted = kept[lane // HEADS][lane % HEADS].unique()
         assert positions.tolist() == [wanted.tolist()]
-    read = read_request(folder, outcome.request_id)
-    assert read is not None
+    (read,) = (one for one in read_kept(folder) if one.request_id == outcome.request_id)
     assert (read.layers, read.heads) == (list(range(LAYERS)), [HEADS] * LAYERS)
     for layer, heads in enumerate(kept):
         counts = torch.stack([torch.bincount(head.unique(), minlength=n) for head in heads])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_pyramid.step.trace_files import file_name, read_kept, read_request
+from vllm_pyramid.step.trace_files import read_kept
 
 pytestmark = pytest.mark.cpu
 
@@ -65,28 +65,6 @@ def test_missing_parts_are_noticed(tmp_path: Path) -> None:
         read_kept(tmp_path)
 
 
-def test_one_request_among_others(tmp_path: Path) -> None:
-    for name in ("a", "a-b", "a/b"):
-        write(tmp_path / f"{file_name(name)}.npz", KEPT, [3, 2], request_id=name)
-    np.savez(tmp_path / "c@9.npz", request_id="c", computed=9)
-    for name in ("a", "a-b", "a/b"):
-        kept = read_request(tmp_path, name)
-        assert kept is not None and kept.request_id == name and kept.counts.tolist() == COUNTS
-    for name in ("b", "c", "../a", "a*", ""):
-        assert read_request(tmp_path, name) is None
-
-
-def test_a_request_of_several_ranks_needs_all(tmp_path: Path) -> None:
-    for rank in range(2):
-        of_rank = {layer: [rows[rank]] for layer, rows in KEPT.items()}
-        write(tmp_path / f"r-rank{rank}.npz", of_rank, [3, 2])
-        if not rank:
-            with pytest.raises(ValueError, match="1 parts of 2 ranks"):
-                read_request(tmp_path, "r", ranks=2)
-    kept = read_request(tmp_path, "r", ranks=2)
-    assert kept is not None and kept.heads == [2, 2] and kept.counts.tolist() == COUNTS
-
-
 def test_lanes_of_ranks_are_put_together(tmp_path: Path) -> None:
     """Two layers of two lanes, of each of which each of two ranks has a KV head."""
     of_lanes = {0: [[0, 1, 5], [0, 2, 5]], 1: [[5], [4]], 2: [[0, 5], [4, 5]], 3: [[1], [1]]}
@@ -94,6 +72,6 @@ def test_lanes_of_ranks_are_put_together(tmp_path: Path) -> None:
         of_rank = {lane: [rows[rank]] for lane, rows in of_lanes.items()}
         changes = {"layers": [1, 1, 3, 3], "kv_heads": 2}
         write(tmp_path / f"r-rank{rank}.npz", of_rank, [3, 1, 2, 1], **changes)
-    kept = read_request(tmp_path, "r", ranks=2)
-    assert kept is not None and (kept.layers, kept.heads) == ([1, 3], [4, 4])
+    (kept,) = read_kept(tmp_path)
+    assert (kept.layers, kept.heads) == ([1, 3], [4, 4])
     assert kept.counts.tolist() == [[2, 1, 1, 0, 1, 3], [1, 2, 0, 0, 1, 2]]

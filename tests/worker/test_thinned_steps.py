@@ -153,7 +153,7 @@ def test_first_runner_asks_of_the_requests_that_are_there() -> None:
         input_batch=SimpleNamespace(
             req_ids=["a", "b"], num_computed_tokens_cpu=np.array([5, 0, 9], np.int32)
         ),
-        pyramid=SimpleNamespace(needs_eager_step=needs_eager_step),
+        pyramid=SimpleNamespace(tracker=SimpleNamespace(needs_eager_step=needs_eager_step)),
     )
     assert AdapterV1.needs_eager_step(runner)
     assert asked == [(["a", "b"], [5, 0])]
@@ -172,7 +172,7 @@ class _RunnerV2(AdapterV2, _StockV2):
 
 def test_second_runner_dispatches_no_graph_to_such_a_step(worker: Worker) -> None:
     runner: Any = object.__new__(_RunnerV2)
-    runner.pyramid = worker.tracker
+    runner.pyramid = SimpleNamespace(tracker=worker.tracker)
     worker.tracker.add("long", 97, None)
     graph = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, uniform_token_count=1)
     dispatch = GraphDispatch(lambda num_reqs, num_tokens, uniform, **others: graph, runner)

@@ -162,7 +162,8 @@ class BundlePool(BlockPool):
             if bundle.refs:
                 continue
             ended += 1
-            if self._found_by_hash(bundle) is bundle:
+            assert bundle.hash is not None
+            if self.bundles[bundle.hash] is bundle:
                 self._make_idle(bundle)
                 continue
             self._forget(bundle)
@@ -245,10 +246,6 @@ class BundlePool(BlockPool):
             if keeps and bundle.hash not in self.bundles:
                 self.tier.store(bundle)
         self.free_blocks(bundle.blocks)
-
-    def _found_by_hash(self, bundle: BlockBundle) -> BlockBundle:
-        assert bundle.hash is not None
-        return self.bundles[bundle.hash]
 
     def _forget(self, bundle: BlockBundle) -> None:
         assert bundle.hash is not None

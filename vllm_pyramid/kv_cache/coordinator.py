@@ -30,6 +30,7 @@ from vllm_pyramid.kv_cache.bundles import BundlePool
 from vllm_pyramid.kv_cache.cache_store import SchedulerRequest
 from vllm_pyramid.kv_cache.counters import CacheCounters
 from vllm_pyramid.kv_cache.head_layout import make_layout
+from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.new_blocks import extend_tables
 from vllm_pyramid.kv_cache.pipeline_pools import PipelinePools
 from vllm_pyramid.kv_cache.prefix_cache import PrefixCache
@@ -75,7 +76,8 @@ class LockstepCoordinator(KVCacheCoordinatorNoPrefixCache):
         self.layer_managers, self._groups, self.layers = found.managers, found.groups, found.layers
         self.stock_groups = StockGroups(found.others, self.block_pool)
         stock_sizes = self.stock_groups.block_sizes(kwargs["max_model_len"])
-        self.layer_blocks = found.block_counts(stages, stock_sizes)
+        sizes, full_size = [one.block_size for one in found.specs], found.specs[0].full_block_size
+        self.layer_blocks = LayerBlocks(sizes, stages, full_size, stock_sizes)
         self._unit = self.layer_blocks.unit
         # With stock groups and without prefix caching, vLLM may choose any size of a hash.
         self._hashes_fit = not found.others or self.layer_blocks.largest % hash_block_size == 0

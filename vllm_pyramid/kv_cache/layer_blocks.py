@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vllm.utils.math_utils import cdiv
 
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
-from vllm_pyramid.plan import EvictionPoint, IntArray, Plan, peak_blocks
+from vllm_pyramid.plan import Plan, peak_blocks
 
 Numbers = npt.NDArray[np.int64]
 
@@ -117,10 +117,6 @@ class LayerBlocks:
         for ratio, tables in self._tables_by_ratio[stage]:
             total += tables * -(-units // ratio)
         return total
-
-    def kept(self, point: EvictionPoint) -> IntArray:
-        """Return the blocks of each table, `[tables]`, after an eviction."""
-        return point.blocks_in(self.block_sizes)
 
     def full(self, num_tokens: int) -> int:
         """Return the blocks of all tables with nothing evicted and V on the device."""

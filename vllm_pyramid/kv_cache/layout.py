@@ -18,8 +18,6 @@ import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
-from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 from vllm_pyramid.kv_cache.spec import LayerKVCacheManager, LayerKVCacheSpec
 
 Numbers = npt.NDArray[np.int64]
@@ -76,11 +74,6 @@ class Layout:
     def layers(self) -> list[int]:
         """Return the model's own numbers of the layers."""
         return [spec.model_layer for spec in self.specs]
-
-    def block_counts(self, stages: PipelineLayout, stock_sizes: Sequence[int]) -> LayerBlocks:
-        """Return the tables' block counts; `stock_sizes` are block sizes of vLLM's own groups."""
-        sizes, full_size = [spec.block_size for spec in self.specs], self.specs[0].full_block_size
-        return LayerBlocks(sizes, stages, full_size, stock_sizes)
 
     def prefix_kinds(self) -> list[PrefixKind]:
         """Return the kinds of bundles into which prefixes go."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_pyramid.plan.eviction_point import EvictionPoint, IntArray
+from vllm_pyramid.plan.eviction_point import EvictionPoint
 from vllm_pyramid.plan.retention import RetentionPlan
 
 
@@ -63,7 +63,7 @@ def with_turns(
         if inner and turn.computed - end < min_distance:
             continue
         wanted = np.maximum(turn.skip, skip)
-        if not _same(wanted, skip):
+        if wanted.tobytes() != skip.tobytes():  # in less time than an array operation takes
             inner.append(turn.skipping(wanted))
             skip, end = wanted, turn.computed
     if not inner and ends_with_eviction:
@@ -71,8 +71,3 @@ def with_turns(
     if ends_with_eviction and plan.prompt_len - end >= min_distance:
         skip = np.maximum(plan.end.skip, skip)
     return replace(plan, points=(*inner, plan.end.skipping(skip)))
-
-
-def _same(one: IntArray, other: IntArray) -> bool:
-    """Return whether two int32 arrays are equal, in less time than an array operation takes."""
-    return one.tobytes() == other.tobytes()

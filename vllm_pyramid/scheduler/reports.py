@@ -99,7 +99,7 @@ class Reports:
             return
         plan = plan.estimate()  # another shape rounds to blocks a little differently
         total = self._engine.kv_cache_config.num_blocks - 1
-        full, kept = layer_blocks.full(length), layer_blocks.kept(plan.end)
+        full, kept = layer_blocks.full(length), plan.end.blocks_in(layer_blocks.block_sizes)
         whole = np.full_like(kept, full // num_layers)
         logger.info(
             "kv-policy %s: a prompt of %d tokens keeps %d of %d blocks over %d %s; the pool of "
@@ -199,7 +199,7 @@ class Reports:
                 report["blocks_before"] = layer_blocks.full(point.computed)
             report["kept_tokens"] = point.held.tolist()
             report["evicted_tokens"] = int(point.skip.sum())
-            report["blocks_after"] = int(layer_blocks.kept(point).sum())
+            report["blocks_after"] = int(point.blocks_in(layer_blocks.block_sizes).sum())
             if plan.is_deferred:
                 report["kv_budget"] = point.budget_tokens
                 report["solved_tokens"] = point.keep.tolist()

@@ -163,7 +163,8 @@ class EvictionBatch:
 
         `scores` are `[S, G, columns]`; columns of the window may be missing.
         """
-        scores = _widened(scores, self.longest)
+        if (missing := self.longest - scores.shape[2]) > 0:
+            scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
         # A token whose score is -inf must still be preferred to a dead one.
         scores = scores.clamp(min=torch.finfo(torch.float32).min)
         device, columns = scores.device, torch.arange(scores.shape[2], device=scores.device)
@@ -311,14 +312,6 @@ class EvictionBatch:
         self.evictions.failures.add_error(
             self.request_ids[row : row + 1], what, error, peers_wait=peers_wait
         )
-
-
-def _widened(scores: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return `scores` with columns of -inf behind: those of the window may be missing."""
-    missing = columns - scores.shape[2]
-    return (
-        torch.nn.functional.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
-    )
 
 
 class WrongResultError(ValueError):

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 Counts = npt.NDArray[np.uint16]
 _PART = re.compile(r"(?:-stage\d+)?(?:-rank\d+)?$")
-_RANK = re.compile(r"-rank\d+$")
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,6 @@ def file_name(request_id: str) -> str:
     if name != request_id:
         name += f"-{zlib.crc32(request_id.encode()):08x}"  # so that two ids stay two files
     return name
-
-
-def read_request(folder: Path, request_id: str, ranks: int = 1) -> Kept | None:
-    """Return what one request kept at its prompt's end; None if it has no trace of that.
-
-    `ranks` share the KV heads of each layer. ValueError: a part of its layers or heads is missing.
-    """
-    name = file_name(request_id)
-    paths = [path for path in folder.glob(f"{name}*.npz") if _PART.sub("", path.stem) == name]
-    if not paths:
-        return None
-    stages = {_RANK.sub("", path.stem) for path in paths}
-    if len(paths) != ranks * len(stages):
-        raise ValueError(f"the trace of {request_id} has {len(paths)} parts of {ranks} ranks")
-    kept = _read(sorted(paths))
-    return kept if kept is not None and kept.request_id == request_id else None
 
 
 def read_kept(folder: Path) -> list[Kept]:

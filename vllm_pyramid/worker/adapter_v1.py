@@ -107,7 +107,7 @@ class AdapterV1(RunnerV1Points, RunnerAdapter):
         """Return whether the step must run without CUDA graphs."""
         names = self.input_batch.req_ids
         computed = self.input_batch.num_computed_tokens_cpu[: len(names)]
-        return self.pyramid.needs_eager_step(names, computed)
+        return self.pyramid.tracker.needs_eager_step(names, computed)
 
     def before_metadata(
         self, num_reqs: int, num_rows: int, scheduled: dict[str, int] | None

@@ -58,7 +58,12 @@ class TablesV2:
             if not spec.layer_names:  # of another pipeline stage, which nobody reads here
                 of_steps[place] = of_steps[place].new_empty(block_tables.max_num_reqs, 0)
         block_tables.init_block_table_layout_tensors()
-        block_tables.gather_block_tables = GatheredLater(of_steps)
+
+        def gathered_later(idx_mapping: Any, num_reqs_padded: int) -> tuple[torch.Tensor, ...]:
+            """Return the step's tables, which `begin_step` writes: no slots follow from them."""
+            return tuple(table[:num_reqs_padded] for table in of_steps)
+
+        block_tables.gather_block_tables = gathered_later
 
     def move_front(
         self, request_id: str, starts: Mapping[int, tuple[int, int]], count: int
@@ -70,17 +75,6 @@ class TablesV2:
         rows = [(tables[group].gpu[row], *places) for group, places in starts.items()]
         fronts = torch.stack([table[old : old + count] for table, old, _ in rows])
         copy_each([table[new : new + count] for table, _, new in rows], fronts.unbind())
-
-
-class GatheredLater:
-    """Takes the place of `BlockTables.gather_block_tables`, where `ShiftedTables` gathers."""
-
-    def __init__(self, tables: list[torch.Tensor]) -> None:
-        self._tables = tables
-
-    def __call__(self, idx_mapping: Any, num_reqs_padded: int) -> tuple[torch.Tensor, ...]:
-        """Return the step's tables, which `begin_step` writes; slots do not follow from them."""
-        return tuple(table[:num_reqs_padded] for table in self._tables)
 
 
 class MetadataBuilding:
@@ -170,7 +164,7 @@ class AdapterV2(RunnerAdapter):
         """Gather as vLLM does, right before it chooses the step's graph."""
         gathered = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
         state, _ = gathered
-        self.step_is_eager = state is not None and self.pyramid.needs_eager_step(
+        self.step_is_eager = state is not None and self.pyramid.tracker.needs_eager_step(
             state.req_ids, state.num_computed_prefill_tokens_np
         )
         return gathered

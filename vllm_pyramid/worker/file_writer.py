@@ -9,12 +9,10 @@ The device writes into the reserved memory itself, so a step takes no memory of 
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 
@@ -23,6 +21,7 @@ from vllm.logger import init_logger
 
 from vllm_pyramid.compat.side_channel import FileOrders, FileSave
 from vllm_pyramid.kv_cache.bundle_file import part_path, write_file
+from vllm_pyramid.kv_cache.old_files import unlink
 from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.worker.block_transfer import BlocksOnHost, BlockTransfer
 
@@ -90,7 +89,7 @@ class FileWriter:
     def put(self, orders: FileOrders) -> None:
         """Copy the blocks now, and carry the orders out later."""
         for path in orders.removed:
-            self._queue.put(partial(_remove, part_path(path, self._part)))
+            self._queue.put(partial(unlink, part_path(path, self._part)))
         size = self._transfer.row_bytes
         saves: list[tuple[FileSave, slice]] = []
         with self._counts:
@@ -145,8 +144,3 @@ class FileWriter:
         if problem is not None and not self._told:
             self._told = True
             logger.warning("kv-host-cache-dir: %s was not written: %r", path, problem)
-
-
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)

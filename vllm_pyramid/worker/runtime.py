@@ -59,7 +59,7 @@ class WorkerRuntime:
 
         start-up    memory, prepare_cache, bind (both twice if vLLM measures graphs first),
                     compile_kernels, start_trace
-        each step   take_messages, add_requests, needs_eager_step, begin_step or idle_step,
+        each step   take_messages, add_requests, begin_step or idle_step,
                     (each layer attends and evicts, by its context), end_step
 
     Attributes:
@@ -245,10 +245,6 @@ class WorkerRuntime:
             extra_args = params.extra_args if params is not None else None
             computed = request.num_computed_tokens
             self.tracker.add(request.req_id, request.prompt_len, extra_args, computed)
-
-    def needs_eager_step(self, request_ids: Sequence[str], computed: IntArray) -> bool:
-        """Return whether the step that is about to begin must run without CUDA graphs."""
-        return self.tracker.needs_eager_step(request_ids, computed)
 
     def begin_step(
         self,
