@@ -151,6 +151,7 @@ _OF_ARGS: dict[Feature, Callable[[EngineArgs], object]] = {
     Feature.RUST_FRONT_END: lambda _: envs.VLLM_USE_RUST_FRONTEND,
     Feature.TRACE: lambda args: _ours(args, "kv_trace"),
     Feature.SHADOW: lambda args: _ours(args, "kv_shadow"),
+    Feature.LOGITS_PROCESSORS: lambda args: bool(args.logits_processors),
     Feature.POOLING: lambda args: args.runner == "pooling",
     Feature.DIFFUSION: lambda args: args.diffusion_config is not None,
 }

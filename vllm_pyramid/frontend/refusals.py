@@ -149,6 +149,9 @@ _REFUSED: Unsupported = {
         "layers of this model have a state, which is not stored at the end of a turn yet",
         Feature.KV_TURNS.fix,
     ),
+    (Feature.SHADOW, Feature.LOGITS_PROCESSORS): (
+        "they change answers that it would take for the model's, and replays run without them"
+    ),
     (Feature.SHADOW, Feature.PIPELINE): "it has not been tried with pipeline stages",
     (Feature.SHADOW, Feature.DRAFTS): "it has not been tried with drafts",
 }

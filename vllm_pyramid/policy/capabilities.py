@@ -81,6 +81,7 @@ class Feature(Enum):
     RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND", "unset it"
     TRACE = "--kv-trace"
     SHADOW = "--kv-shadow"
+    LOGITS_PROCESSORS = "--logits-processors"
     # How it drafts
     DRAFTS = "--speculative-config"
     OTHER_DRAFTS = "drafts by another method"
