@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--task", choices=TASKS, default="tables")
     parser.add_argument("--tables", type=int, default=8, help="or sums")
-    parser.add_argument("--rows", type=int, default=40, help="of each, some 25 tokens each")
+    parser.add_argument("--rows", type=int, default=40, help="of 25 tokens in tables, 16 in sums")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=8, help="requests in a step, at most")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the machine's")

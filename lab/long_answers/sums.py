@@ -38,15 +38,15 @@ class Sums:
         first = "\n".join(self.lines[:3])
         return (
             f"Start with {self.start} and add {self.step} again and again. Write one JSON object "
-            f"on a line of its own for each number, {self.rows} lines in all, and nothing else. "
+            f"per line, {self.rows} lines in all, and nothing else. "
             f"The first three lines are:\n\n{first}\n"
         )
 
     def score(self, answer: str) -> tuple[float, int]:
         """Return the share of lines that are right, and how many come before a wrong one.
 
-        A line is right that adds `step` to the line before it, whether or not that one was right;
-        no number of a line counts twice.
+        A line is right if it adds `step` to the line before, be that right or wrong. Of several
+        lines with one number the first right one counts.
         """
         expected = [json.loads(line) for line in self.lines]
         said = json_objects(answer)[: self.rows]

@@ -61,7 +61,7 @@ class Table:
 
 
 def json_objects(answer: str) -> list[Any]:
-    """Return what the lines of an answer say, without those in which no JSON object begins."""
+    """Return the JSON objects of an answer's lines, "" for broken ones."""
     return [value for line in answer.splitlines() if (value := _object(line)) is not None]
 
 

@@ -344,7 +344,7 @@ def test_an_engine_asks_its_peers_alone(server: tuple[Transport, int]) -> None:
         fetcher.get(HEAD, f"127.0.0.1:{port}", 1 << 20)
     with pytest.raises(OSError, match=r"refused|Connection"):
         fetcher.get(HEAD, "127.0.0.1:1", 1 << 20)
-    fetcher.drop([HEAD], "127.0.0.1:1")  # nobody hears it
+    fetcher.drop([HEAD], "127.0.0.1:1")  # no server listens there
 
 
 def test_a_client_cannot_have_many_ports_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ class PolicyMetrics:
 
 
 def _with_host_cache(totals: dict[str, Any]) -> dict[str, Any]:
-    """Return totals with those of the host cache beside the others."""
+    """Return totals whose host cache counters are at the top level, `host_cache_NAME`."""
     own = totals.get("host_cache", {}).items()
     return {**totals, **{f"host_cache_{key}": value for key, value in own}}
 

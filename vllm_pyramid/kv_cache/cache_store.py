@@ -66,9 +66,9 @@ class RequestTerms:
     evicted: EvictedNames | None = None
 
     def suffix(self, end: int) -> bytes | None:
-        """Return what the KV of the first `end` tokens depends on, apart from these tokens.
+        """Return what a block's name has behind the hash of its tokens, for the first `end` tokens.
 
-        It is empty if it is the full cache's KV; None if no other request may find it.
+        It is empty for KV of the full cache; None if no other request may find it.
         """
         if self.reusable is None or end <= self.reusable:
             return b""

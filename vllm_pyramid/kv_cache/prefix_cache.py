@@ -281,5 +281,5 @@ class SharedPrefix:
 
     @classmethod
     def of(cls, kinds: Iterable[PrefixCache]) -> SharedPrefix:
-        """Return what a request has before it begins: nothing, of each kind."""
+        """Return the record of a request without bundles."""
         return cls({kind: [] for kind in kinds})

@@ -156,7 +156,7 @@ class EvictionPoint:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Tokens `start .. end - 1` of a prompt that are computed in one step and thinned in it.
+    """Tokens `start .. end - 1` of a prompt, computed in one step; each layer passes fewer on.
 
     Attributes:
         recent: the last tokens, which score the others and are kept. sinks: first ones, kept too.
