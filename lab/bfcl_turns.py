@@ -152,7 +152,8 @@ def main() -> None:
     from vllm_pyramid import LLM
 
     engine = {"max_model_len": 12288, "max_num_batched_tokens": 2048, "enforce_eager": True}
-    engine |= {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 8}
+    # Room for all prompts: variants behind the first find them whole, and compute their ends alone.
+    engine |= {"dtype": "bfloat16", "kv_cache_memory_bytes": 4 << 30, "max_num_seqs": 8}
     llm = LLM(args.model, kv_policy="auto", kv_budget="12%", kv_keep=args.keep, **engine)
     print("| variant | tokens of a prompt | kept | right tool | right arguments | same |")
     print("|---|" + "---:|" * 5, flush=True)
