@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of a model with a tool template")
     parser.add_argument("--bfcl", type=Path, required=True, help="the unpacked wheel of bfcl-eval")
     parser.add_argument("--conversations", type=int, default=24)
-    parser.add_argument("--keep", help="--kv-keep of the server; default: no span is protected")
+    parser.add_argument("--keep", help="--kv-keep of the server, such as none (default: not given)")
     parser.add_argument("--variants", nargs="+", default=["full", "auto 12%", "auto 25%"])
     args = parser.parse_args()
     conversations = load(args.bfcl, args.conversations)
