@@ -135,6 +135,18 @@ def test_scorers_look_at_queries_of_full_width(impl: Any, lists: bool) -> None:
     assert out[sum(counts) :].isnan().all()
 
 
+def test_lists_do_not_name_heads_beyond_32_bits(impl: PyramidFlashImpl) -> None:
+    """Gaps between pages make more names than the pages have rows."""
+
+    def cache_with(gap: int) -> torch.Tensor:
+        shape, of_head = (2**24, HEADS, N, 2 * SIZE), N * 2 * SIZE
+        strides = (HEADS * of_head + gap, of_head, 2 * SIZE, 1)
+        return torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
+
+    assert impl.names_of_heads(cache_with(0)) == (HEADS, 1)
+    assert impl.names_of_heads(cache_with(8)) is None
+
+
 def test_lanes(impl: PyramidFlashImpl) -> None:
     """KV heads with tables of their own: requests of one head, in the order of prompts."""
     counts, lens, no_evictions = [5, 1], [37, 20], cast("Any", None)

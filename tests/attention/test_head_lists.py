@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_pyramid.attention.head_lists import head_names, view_of_heads
+from vllm_pyramid.attention.head_lists import head_names, num_names, view_of_heads
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 
@@ -54,3 +54,16 @@ def test_single_heads_attend_as_lists(order: str, heads: int) -> None:
     reference.paged_attention(out.view(REQUESTS * heads, GROUP, SIZE), own, softmax)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert not torch.isclose(out[0], out[1]).all()
+
+
+@pytest.mark.parametrize(("gap", "names"), [(0, 8 * 3 + 3), (8, 8 * 13 + 9)])
+def test_pages_with_gaps_between_them_have_more_names(gap: int, names: int) -> None:
+    """A gap that heads do not divide makes a name of each piece that divides both."""
+    block = HEADS * N * 2 * SIZE + gap * 2
+    strides = (block, N * 2 * SIZE, 2 * SIZE, 1)
+    cache = torch.randn(BLOCKS * block).as_strided((BLOCKS, HEADS, N, 2 * SIZE), strides)
+    view, own = view_of_heads(cache), head_names(cache)
+    assert len(view) == num_names(cache)
+    last = view[(BLOCKS - 1) * own.per_block + (HEADS - 1) * own.per_head, 0]
+    assert torch.equal(last, cache[-1, -1])
+    assert num_names(cache) == names

@@ -18,6 +18,8 @@ from tests.methods.test_scorers import WINDOW, Oracle, group
 from tests.methods.views import MadeUp, cos_sin, made_up_centres, ready
 from vllm_pyramid.methods.r_kv import latest_similar, redundancy_of
 from vllm_pyramid.methods.triattention import Centres
+from vllm_pyramid.policy import load_policy
+from vllm_pyramid.policy.capabilities import Feature, asked, refuse
 from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.rotary import Rotary
@@ -116,6 +118,15 @@ def test_each_query_heads_scores_are_normalised_before_the_largest_counts() -> N
     for head, token in ((0, 0), (0, 22), (1, 9)):
         wanted = triattention(data, head, token, normalize=True)
         assert float(scores[head, token]) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_centres_are_those_of_a_models_layers_alone() -> None:
+    """Layers that evict, and KV heads with lengths of their own, are numbered otherwise."""
+    scorer = {"kind": "triattention", "centres": "centres.npz"}
+    with pytest.raises(ValueError, match="finds centres by layers"):
+        load_policy("adakv", 64, {"scorer": scorer})
+    with pytest.raises(ValueError, match=r"layers do not evict.*the model's own layers"):
+        refuse(load_policy("triattention", 256), asked(Feature.OTHER_LAYERS))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 300])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.conftest import build_batch
+from tests.kernels.every_kernel import cpu
 from tests.steps import make_context
 from vllm_pyramid.compat import cpu_resources
 from vllm_pyramid.frontend.settings import KVSettings
+from vllm_pyramid.kernels.cpu.library import scratch_bytes
+from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.host_values import worker
 from vllm_pyramid.methods.host_values.traffic import StepTraffic
 from vllm_pyramid.methods.host_values.worker import HostValueCache
@@ -118,6 +123,24 @@ def test_a_containers_limit_counts(
             cpu_resources, f"get_cgroup_memory_{name}", lambda bytes_=bytes_: bytes_
         )
     assert cpu_resources.available_host_memory() == gib * GIB
+
+
+def test_a_thread_chooses_keys_within_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is new has no scratch yet, and gives it back at its end."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    longest, reserved = 4096, make_cache().bytes_of_buffers()
+    batch = build_batch([longest], [2], kv_heads=1, group=16, head_size=64)
+    top_ns, taken = torch.tensor([longest - 2], dtype=torch.int32), []
+
+    def choose() -> None:
+        before, out = scratch_bytes(), torch.empty_like(batch.query)
+        cpu.topn_attention(out, batch.attention(), Softmax(0.125), top_ns)
+        taken.append(scratch_bytes() - before)
+
+    thread = Thread(target=choose)
+    thread.start()
+    thread.join()
+    assert reserved / 2 < taken[0] <= reserved
 
 
 def test_a_step_reports_what_it_moved_once() -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -79,6 +80,17 @@ def _selector(part: Any, blocks: int, context: Any = _CONTEXT) -> PageSelector:
     selector = PageSelector(load_policy("select"), part, context)
     selector.allocate(blocks)
     return selector
+
+
+def test_summaries_beyond_what_the_cpu_multiplies_are_refused_at_the_start() -> None:
+    """Each step of a request would fail; devices have no such bound."""
+    wide = cast("Any", SimpleNamespace(device=torch.device("cpu"), block_size=N))
+    wide.specs = [SimpleNamespace(layer_idx=0, num_kv_heads=1, head_size=264, dtype=torch.float32)]
+    policy: Any = load_policy("select")
+    with pytest.raises(ValueError, match="528 numbers of a page and KV head of 264"):
+        PageSelector(policy, policy.attend, wide)
+    wide.device = torch.device("cuda")
+    PageSelector(policy, policy.attend, wide)
 
 
 def _inputs(

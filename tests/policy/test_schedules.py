@@ -137,6 +137,11 @@ def test_a_schedule_may_set_lengths_and_protect_tokens() -> None:
         ("h2o", {"recent": 1.0}, "less than 1"),
         ("xkv", {"schedule": "pressure"}, "`allocator: global` cannot evict later"),
         ("snapkv", {"schedule": "pressure", "schedule.levels": ["25%", "50%"]}, "that fall"),
+        (
+            "snapkv",
+            {"schedule": "pressure", "schedule.levels": [f"{n / 4}%" for n in range(300, 46, -1)]},
+            "at most 253 items",
+        ),
         ("h2o", {"schedule.prompt": "keep", "fill_blocks": False}, "moves tokens by less than a"),
         ("h2o", {"schedule.prompt": "keep", "chunk.tokens": 512}, "`chunk: points` was not tried"),
         (

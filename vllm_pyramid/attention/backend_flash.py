@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_pyramid.attention.backend_cuda import PyramidImplMixin, metadata_of
 from vllm_pyramid.attention.cuda_metadata import PyramidBuilderMixin, tables_per_layer
-from vllm_pyramid.attention.head_lists import head_names, view_of_heads
+from vllm_pyramid.attention.head_lists import head_names, num_names, view_of_heads
 from vllm_pyramid.compat.backend_names import FP8_CACHES
 from vllm_pyramid.compat.cache_specs import quantised_query
 from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadNames
@@ -95,7 +95,7 @@ class PyramidFlashImpl(PyramidImplMixin, FlashAttentionImpl):
         FlashAttention reads pages of another size, and where the view has more blocks than 32 bits
         number.
         """
-        is_small = kv_cache.shape[:3].numel() < 2**31
+        is_small = num_names(kv_cache) <= 2**31
         if self.sinks is not None or not is_small or getattr(self, "fa4_hd256", False):
             return None
         return head_names(kv_cache)

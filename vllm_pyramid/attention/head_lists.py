@@ -29,12 +29,16 @@ def head_names(kv_cache: torch.Tensor) -> HeadNames:
     return HeadNames(of_block // step, of_head // step)
 
 
+def num_names(kv_cache: torch.Tensor) -> int:
+    """Return P', one more than the largest name; pages with gaps between them have many names."""
+    names, (blocks, heads, *_) = head_names(kv_cache), kv_cache.shape
+    # The last one begins where the last head of the last block does, and ends within the cache.
+    return (blocks - 1) * names.per_block + (heads - 1) * names.per_head + 1
+
+
 def view_of_heads(kv_cache: torch.Tensor) -> torch.Tensor:
     """Return the view, `[P', 1, N, 2 * D]`, of a cache `[P, G, N, 2 * D]`."""
-    blocks, heads, *rows = kv_cache.shape
     of_block, _, *of_rows = kv_cache.stride()
-    names = head_names(kv_cache)
-    step = of_block // names.per_block
-    # The last one begins where the last head of the last block does, and ends within the cache.
-    count = (blocks - 1) * names.per_block + (heads - 1) * names.per_head + 1
-    return kv_cache.as_strided((count, 1, *rows), (step, step, *of_rows))
+    step = of_block // head_names(kv_cache).per_block
+    shape = num_names(kv_cache), 1, *kv_cache.shape[2:]
+    return kv_cache.as_strided(shape, (step, step, *of_rows))

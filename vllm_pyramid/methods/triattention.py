@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
+from vllm_pyramid.policy.capabilities import Feature, Unsupported
 from vllm_pyramid.policy.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -146,6 +147,24 @@ class TriAttentionScorer(Scorer):
 
     def probed(self, inputs: ScorerInputs) -> None:
         """Return None: centres are a model's, and the request is made up."""
+
+    @property
+    def unsupported(self) -> Unsupported:
+        return {
+            **super().unsupported,
+            Feature.OTHER_LAYERS: (
+                "its centres are of the model's own layers, and those that evict are counted alone"
+            ),
+        }
+
+    def check(self, policy: Policy) -> None:
+        super().check(policy)
+        if policy.heads.splits:
+            raise ValueError(
+                f"policy {policy.name!r} gives each KV head a length of its own (heads), and its "
+                f"scorer {self.kind!r} finds centres by layers, as which these heads count: choose "
+                "another, such as observation_window"
+            )
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:
         if self.centres is None:

@@ -157,6 +157,9 @@ class IntervalSchedule(Schedule):
             )
 
 
+# Two more levels follow, and a byte counts how many of all a token survives.
+MAX_LEVELS = 2**8 - 3
+
 # Where generated tokens get levels.
 _WITH_ANSWERS: Unsupported = {
     Feature.DRAFTS: "with `answers`, queries of rejected drafts would be among those that score",
@@ -182,7 +185,7 @@ class PressureSchedule(Schedule):
     """
 
     kind: Literal["pressure"] = "pressure"
-    levels: tuple[str, ...] = ("50%", "25%")
+    levels: tuple[str, ...] = Field(default=("50%", "25%"), max_length=MAX_LEVELS)
     headroom: float = Field(default=1.5, ge=1.0, le=100.0)
     answers: int = Field(default=0, ge=0)
 

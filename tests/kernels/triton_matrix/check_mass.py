@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -135,6 +137,37 @@ def test_no_query_adds(make_paged, ints, group):
     extras = {"first_queries": ints([2**31 - 1, 20])}
     added = run_both(paged, lens, queries, [0, 0], group=group, extras=extras, num_splits=1)
     assert not added[0].any() and added[1].any()
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("extra", [None, "sinks", "sliding_window"])
+def test_a_key_that_is_nan_reaches_the_mass_of_its_head(make_paged, device, extra, one_pass):
+    """By this NaN a request is found to have failed; whoever does not see it is not changed."""
+    lens = [90, 33, 64]
+    paged = make_paged(lens, 2, 64, torch.float32)
+    batch = paged.batch([1, 1, 20], lens, group=4)
+    query, extras = batch.query, dict(EXTRAS.get(extra, {}))
+    if extra == "sinks":
+        extras["sinks"] = head_sinks(8).to(device)
+    softmax = take_softmax(extras, 0.125)
+
+    def added():
+        mass, lse = torch.zeros(paged.key_cache.shape[:3], device=device), None
+        if one_pass:
+            out, lse = torch.empty_like(query), torch.empty(query.shape[:2], device=device)
+            reference.paged_attention(out, batch, softmax, log_sum_exp=lse)
+        triton_ops.add_key_mass(mass, batch, softmax, log_sum_exp=lse)
+        last = [(n - 1) // 16 for n in lens]
+        return [mass[paged.block_table[r, page].long()] for r, page in enumerate(last)]
+
+    whole = added()
+    for request, place in ((0, 85), (2, 50)):
+        block = paged.block_table[request, place // 16].long()
+        paged.key_cache[block, 0, place % 16] = math.nan
+    found = added()
+    assert found[0][0, :10].isnan().all() and found[2][0].isnan().all()
+    assert torch.equal(found[1], whole[1])
+    assert all(torch.equal(found[r][1], whole[r][1]) for r in (0, 2))
 
 
 def test_strides(make_paged, device):

@@ -79,6 +79,19 @@ def test_summaries(make_paged, ints, geometry, kind):
     close(known, right, 2.0**-7 if INTERPRETED else 2.0**-8, 1e-5)
 
 
+@pytest.mark.parametrize("kind", SUMMARY_KINDS)
+def test_nan_reaches_the_summary_of_its_page(make_paged, ints, kind):
+    """A maximum of NaN and a number is the number: pages with NaN would be ranked by it."""
+    paged, _ = made(make_paged, ints, GEOMETRIES[0])
+    block = paged.block_table[1, 3].long()
+    paged.key_cache[block, 0, 5, 7] = float("nan")
+    right, found = (
+        summaries(module, paged, ints, kind, torch.float32)[block].isnan()
+        for module in (page_reference, page_triton)
+    )
+    assert right.sum() == 2 and torch.equal(found, right)
+
+
 def pool_of(paged: Any, ints: Any, geometry: Any, kind: str) -> torch.Tensor:
     """Return summaries of all pages, in float32 where a KV head has one query head."""
     _, group, head_size, dtype, _ = geometry

@@ -104,6 +104,26 @@ def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints, sinks):
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("pooling", ["none", "avg", "max"])
+@pytest.mark.parametrize("gqa_reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize("head", range(4))
+def test_a_query_head_with_nan_is_not_lost(make_paged, ints, head, gqa_reduce, pooling):
+    """A maximum of NaN and a number is the number: a request that failed would go on by it."""
+    paged, lens = make_paged([60, 33], 2, 64, torch.float32), ints([60, 33])
+    batch = paged.batch([8, 8], [60, 33], group=4)
+    inputs = batch.query, paged.key_cache, paged.block_table, batch.query_start_loc[1:], lens
+    reduction = Reduction(gqa_reduce, pooling)
+
+    def scores():
+        return triton_ops.window_scores(WindowBatch(*inputs, 8), Softmax(0.125), reduction)
+
+    whole = scores()
+    batch.query[7, head] = math.nan
+    found = scores()
+    assert found[0, 0].isnan().all()
+    assert torch.equal(found[0, 1], whole[0, 1]) and torch.equal(found[1], whole[1])
+
+
 def test_scores_of_blocks_beyond_32_bit_offsets(far_pools, ints, device):
     """Use offsets above 2**31 elements, where a 32-bit product would wrap."""
     generator = torch.Generator().manual_seed(1)

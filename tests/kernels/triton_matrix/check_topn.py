@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,29 @@ def test_options(make_paged, ints, options, renormalize):
 def test_all_keys_are_paged_attention(make_paged, ints):
     paged = make_paged(LENS, 2, 64, torch.bfloat16)
     run_both(paged, ints, top_ns=[0, 73, 999, 0, 0, 50, 30])
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "soft_cap": 4.0}], ids=str)
+def test_a_key_that_is_nan_reaches_its_queries(make_paged, ints, device, options, renormalize):
+    """By this NaN a request is found to have failed; whoever does not see it is not changed."""
+    paged = make_paged(LENS, 2, 64, torch.float32)
+    sinks = torch.linspace(0, 2, 4, device=device) if options else None
+    softmax = take_softmax({**options, "sinks": sinks}, 0.125)
+    batch = paged.batch(QUERIES, LENS, SKIPS, group=2)
+
+    def attended(ops):
+        out = torch.empty_like(batch.query)
+        ops.topn_attention(out, batch, softmax, ints(TOP_NS), renormalize=renormalize)
+        return out
+
+    whole = attended(triton_ops)
+    for request, place in ((1, 60), (5, 47)):
+        block = paged.block_table[request, place // 16].long()
+        paged.key_cache[block, 0, place % 16] = math.nan
+    found, wrong = attended(triton_ops), attended(reference).isnan()
+    assert wrong[1, :2].all() and wrong[20:23, :2].all() and wrong.sum() == 4 * 2 * 64
+    assert torch.equal(found.isnan(), wrong) and torch.equal(found[~wrong], whole[~wrong])
 
 
 def test_ties_go_to_the_lower_position(make_paged, ints, device):

@@ -281,7 +281,9 @@ def window_mass_kernel(
                 probabilities = tl.where(row_mask[:, None], probabilities, 0.0)
                 per_head += tl.sum(tl.reshape(probabilities, [HEADS, WINDOW_TILE, BLOCK_K]), axis=1)
             if REDUCE == "max":  # probabilities are not negative, so padded heads do no harm
-                reduced = tl.maximum(reduced, tl.max(per_head, 0))
+                of_all = tl.sum(per_head, 0)  # NaN if one is, of which a maximum takes the other
+                highest = tl.where(of_all == of_all, tl.max(per_head, 0), of_all)
+                reduced = tl.maximum(reduced, highest, propagate_nan=tl.PropagateNan.ALL)
             else:
                 reduced += tl.sum(per_head, 0)
         if REDUCE == "mean":
@@ -322,9 +324,8 @@ def pool_kernel(
         if AVERAGE:
             total += tl.load(mass + row + neighbours, mask=mask, other=0.0)
         else:
-            total = tl.maximum(
-                total, tl.load(mass + row + neighbours, mask=mask, other=float("-inf"))
-            )
+            own = tl.load(mass + row + neighbours, mask=mask, other=float("-inf"))
+            total = tl.maximum(total, own, propagate_nan=tl.PropagateNan.ALL)
     if AVERAGE:
         total = total / KERNEL_SIZE
     total = tl.where(columns < candidates, total, float("-inf"))

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+ROWS_AT_ONCE = 32  # kTopnRows of csrc/cpu/kernels.h
+MORE_KEYS = 160  # for which a row of logits has room, beside a request's
+
 
 class HostValueCache(CacheHooks, StepHooks, LayerHooks):
     """V of all layers that keep it in host memory, on devices whose memory is the host's."""
@@ -43,6 +46,13 @@ class HostValueCache(CacheHooks, StepHooks, LayerHooks):
         self._value_rows = torch.zeros(0, dtype=torch.int64)
         self._past_prompt = np.zeros(0, bool)
         self._last_queries = torch.zeros(0, dtype=torch.int64)
+
+    def bytes_of_buffers(self) -> int:
+        """Return the bytes in which the threads of the C++ kernel choose among a request's keys."""
+        longest = self.context.config.model_config.max_model_len
+        # Logits of some rows; of one, keys to choose from, as many that are left of them, places.
+        of_thread = 4 * (ROWS_AT_ONCE + 3) * (longest + MORE_KEYS) + 2**18
+        return 5 * torch.get_num_threads() * of_thread // 4  # scratch is a quarter larger
 
     def limit_cache(self, num_bytes: int) -> int:
         """Return the bytes that the device's KV cache may take, since V needs host memory, too.

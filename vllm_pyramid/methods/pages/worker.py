@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_pyramid.kernels.cpu.checks import MAX_HEAD_SIZE
 from vllm_pyramid.methods.pages.chooser import PageChooser, flag_lists, names_of
 from vllm_pyramid.methods.pages.choosing import ROWS_AT_ONCE, TILE, Choosing, Filling, padded
 from vllm_pyramid.methods.pages.decode_rows import AT_ONCE, DecodeRows
@@ -42,6 +43,13 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
                 "layers of this model have different KV heads: choose a policy without `attend`"
             )
         self._kv_heads, head_size, dtype = shapes.pop()
+        width = self.scorer.rows * head_size
+        if context.device.type == "cpu" and width > MAX_HEAD_SIZE:
+            raise ValueError(
+                f"policy {policy.name!r} keeps {width} numbers of a page and KV head of {head_size}"
+                f", and the CPU's kernels multiply by {MAX_HEAD_SIZE} at most: choose a policy "
+                "without `attend`"
+            )
         self.summaries = Summaries(self.scorer, self._kv_heads, head_size, dtype)
         self._bounds = Bounds(
             context.block_size,

@@ -247,7 +247,7 @@ def key_mass_kernel(
         place = tokens * (NUM_KV_HEADS * GROUP) + heads
         if HAS_LSE:
             highest = tl.load(log_sum_exp + place) * LOG2_E
-            sees = highest > float("-inf")
+            sees = highest != float("-inf")  # NaN stays
             highest = tl.where(sees, highest, 0.0)
             total = tl.full([ROWS], 1.0, tl.float32)
             if HAS_SINKS:
@@ -260,8 +260,8 @@ def key_mass_kernel(
             highest = tl.max(maxima, 1)
             highest = tl.where(highest == float("-inf"), 0.0, highest)
             total = tl.sum(tl.load(partial_sum + places) * tl.exp2(maxima - highest[:, None]), 1)
-        # Rows of padding do not count, nor do rows that see no key, whose sum is 0.
-        counts = (rows >= counted) & (rows < num_rows) & (total > 0.0)
+        # Rows of padding do not count, nor do rows that see no key, whose sum is 0; NaN does.
+        counts = (rows >= counted) & (rows < num_rows) & (total != 0.0)
         factor = tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0)
         logits = visible_logits(
             q, k, local, query_local, visible_keys, factors, soft_cap, sliding_window,

@@ -248,8 +248,9 @@ def topn_values_kernel(
         )
         total += tl.sum(weight[:, None] * v.to(tl.float32), 0)
     divisor = tl.load(totals + row)
+    # Only a row that sees no key divides by zero; NaN stays.
     total = tl.where(
-        divisor > 0.0, total * value_scale / tl.where(divisor > 0.0, divisor, 1.0), 0.0
+        divisor == 0.0, 0.0, total * value_scale / tl.where(divisor == 0.0, 1.0, divisor)
     )
     target = out + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
     tl.store(target + dims, total.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)

@@ -43,6 +43,8 @@ def summarise_page(
     if KIND == "box":
         one = tl.max(tl.where(mask, k, float("-inf")), 0)
         two = tl.min(tl.where(mask, k, float("inf")), 0)
+        wrong = tl.max((k != k).to(tl.int32), 0) > 0  # of NaN and a number these take the number
+        one, two = tl.where(wrong, float("nan"), one), tl.where(wrong, float("nan"), two)
     else:
         count = tl.sum(inside.to(tl.float32), 0)
         one = tl.sum(k, 0) / count
