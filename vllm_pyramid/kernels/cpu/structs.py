@@ -18,6 +18,8 @@ class Record:
     bytes. `fields` has kind and name of each field, such as "pointer out" and "int64_t T".
     """
 
+    size: int  # in bytes
+
     def __init__(
         self,
         name: str,
