@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,12 +24,11 @@ def test_the_largest_head_size_is_the_librarys() -> None:
     assert re.findall(r"kMaxHeadSize = (\d+);", text) == [str(cpu_checks.MAX_HEAD_SIZE)]
 
 
-def swapped(fields: list[Any], first: int) -> list[Any]:
+def swapped(fields: list[str], first: int) -> list[str]:
     return [*fields[:first], fields[first + 1], fields[first], *fields[first + 2 :]]
 
 
-SELECT = list(cpu_records.PyrSelect._fields_)
-KEY_MASS = list(cpu_records.PyrKeyMass._fields_)
+SELECT, KEY_MASS = cpu_records.SELECT.fields, cpu_records.KEY_MASS.fields
 
 
 def test_a_definition_in_cpp_is_read() -> None:
@@ -39,10 +37,8 @@ def test_a_definition_in_cpp_is_read() -> None:
         *("pointer out", "pointer table", "int64_t R", "int64_t M"),
         *("double scale", "PyrAttention attention"),
     ]
-    assert cpu_records.fields_of(cpu_records.PyrKeyMass)[:2] == [
-        "PyrAttention attention",
-        "pointer mass",
-    ]
+    assert KEY_MASS[:2] == ["PyrAttention attention", "pointer mass"]
+    assert cpu_records.KEY_MASS.size == cpu_records.ATTENTION.size + 5 * 8
 
 
 @pytest.mark.parametrize(
@@ -52,23 +48,20 @@ def test_a_definition_in_cpp_is_read() -> None:
         ("PyrSelect", swapped(SELECT, 2), "2 .*`pointer prompt_lens`, .* packs `pointer keeps`"),
         ("PyrKeyMass", swapped(KEY_MASS, 0), "0 .*`PyrAttention .*`, .* packs `pointer mass`"),
         (
-            *("PyrSelect", [*SELECT[:4], ("R", ctypes.c_double), *SELECT[5:]]),
+            *("PyrSelect", [*SELECT[:4], "double R", *SELECT[5:]]),
             "4 .*`int64_t R`, .* packs `double R`",
         ),
-        (
-            *("PyrSelect", [*SELECT, ("more", ctypes.c_int64)]),
-            "13 .*`nothing`, .* packs `int64_t more`",
-        ),
+        ("PyrSelect", [*SELECT, "int64_t more"], "13 .*`nothing`, .* packs `int64_t more`"),
         ("PyrSelect", SELECT[:-1], "12 .*`int64_t threads`"),
         ("PyrUnknown", SELECT, ""),
     ],
 )
 def test_another_record_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, fields: list[Any], message: str
+    monkeypatch: pytest.MonkeyPatch, name: str, fields: list[str], message: str
 ) -> None:
     """Refuse two fields of one size in another order, too, which no size tells apart."""
-    others = [kept for kept in cpu_records.RECORDS if kept.__name__ != name]
-    changed = type(name, (ctypes.Structure,), {"_fields_": fields})
+    others = [kept for kept in cpu_records.RECORDS if kept.name != name]
+    changed = SimpleNamespace(name=name, fields=fields, size=0)
     monkeypatch.setattr(cpu_library, "RECORDS", (*others, changed))
     said = f"field {message}" if message else f"has no record {name}"
     with pytest.raises(cpu_library.LibraryError, match=f"{said}.*; rebuild it"):
@@ -76,7 +69,7 @@ def test_another_record_is_an_error(
 
 
 def test_another_size_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = ctypes.sizeof(cpu_records.PyrAttention)
-    monkeypatch.setattr(ctypes, "sizeof", lambda record: 8)  # as if it were packed otherwise
+    size = cpu_records.ATTENTION.size
+    monkeypatch.setattr(cpu_records.ATTENTION, "size", 8)  # as if it were packed otherwise
     with pytest.raises(cpu_library.LibraryError, match=f"PyrAttention in {size} bytes.*into 8;"):
         cpu_library.load.__wrapped__()

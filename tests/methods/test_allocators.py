@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pyramid.methods.curves import SharesAllocator, UniformAllocator, share_out
-from vllm_pyramid.policy.allocator import Allocator, CurveAllocator, Reals, round_to_sum
+from vllm_pyramid.policy.allocator import Allocator, CurveAllocator, Reals, round_all_to_sum
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 
 pytestmark = pytest.mark.cpu
@@ -20,6 +20,11 @@ pytestmark = pytest.mark.cpu
 CURVES = {
     kind for kind, cls in built_in_kinds(Allocator).items() if issubclass(cls, CurveAllocator)
 }
+
+
+def rounded(curve: Reals, total: int) -> list[int]:
+    found: list[int] = round_all_to_sum(curve[None], np.array([total]))[0].tolist()
+    return found
 
 
 def curve_of(section: object) -> CurveAllocator:
@@ -128,8 +133,8 @@ def test_arithmetic_is_the_papers(mean: int, num_layers: int, prompt_len: int, b
 
 
 def test_rounding_gives_ties_to_the_lower_layer() -> None:
-    assert round_to_sum(np.array([2.5, 2.5, 2.5, 2.5]), 10).tolist() == [3, 3, 2, 2]
-    assert round_to_sum(np.array([2.9999999999, 1.0, 0.0000000001]), 4).tolist() == [3, 1, 0]
+    assert rounded(np.array([2.5, 2.5, 2.5, 2.5]), 10) == [3, 3, 2, 2]
+    assert rounded(np.array([2.9999999999, 1.0, 0.0000000001]), 4) == [3, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +176,9 @@ def test_what_is_shared_out(weights: list[float], data: st.DataObject) -> None:
     total = mean * len(weights)
     assert curve.min() >= floor - 1e-6 and curve.max() <= capacity
     assert curve.sum() == pytest.approx(total, abs=1e-6 * max(total, 1))
-    tokens = round_to_sum(curve, total)
-    assert int(tokens.sum()) == total
-    assert tokens.min() >= 0 and tokens.max() <= capacity
+    whole = rounded(curve, total)
+    assert sum(whole) == total
+    assert min(whole) >= 0 and max(whole) <= capacity
     free = [
         (weight, tokens - floor)
         for weight, tokens in zip(weights, curve, strict=True)

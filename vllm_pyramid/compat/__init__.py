@@ -120,12 +120,9 @@ worker/adapter.py, worker/adapter_v1.py, worker/adapter_v2.py
     layers at once. Remove with `runner`.
 held_tables
     Target: gpu.buffer_utils.StagedWriteTensor, BlockTables.block_tables,
-    .init_block_table_layout_tensors.
-    Why: the tables of all requests, one a layer, are in host memory under V2. Remove when
-    BlockTables can hold them there.
-fused_copy
-    Target: torch._foreach_copy_.
-    Why: one launch for the tables of all layers. Remove when torch has a public name for it.
+    .init_block_table_layout_tensors; torch._foreach_copy_.
+    Why: the tables of all requests, one a layer, are in host memory under V2; one launch copies
+    those of all layers. Remove when BlockTables can hold them there, and torch has a public name.
 small_gemm
     Target: model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU).
     Why: it chooses operators that only a CPU build has. Remove when vLLM checks whether they exist.

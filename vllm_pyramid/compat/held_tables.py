@@ -37,3 +37,8 @@ def hold_on_host(block_tables: Any, groups: Sequence[int]) -> None:
     block_tables.init_block_table_layout_tensors()
     if block_tables.device.type == "cuda":
         torch.cuda.empty_cache()  # no part of a small cached block can serve a large tensor
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target in one launch; shapes are equal, and none overlap."""
+    torch._foreach_copy_(list(targets), list(sources))

@@ -61,19 +61,9 @@ class EvictionPoint:
         recent: npt.NDArray[Any] | int = 0,
     ) -> EvictionPoint:
         """Build the point that keeps `keep`, `[num_layers]` whole numbers."""
-        skip = computed - keep
-        if fill_blocks:
-            skip = skip // block_size * block_size
-        zeros = np.zeros_like(keep)
-        return cls(
-            computed,
-            block_size,
-            budget_tokens,
-            read_only(keep),
-            read_only(skip),
-            front=read_only(zeros + front),
-            recent=read_only(zeros + recent),
-        )
+        rows, zeros = keep[None], np.zeros_like(keep)[None]
+        stays = {"front": zeros + front, "recent": zeros + recent}
+        return cls.of_all([computed], block_size, [budget_tokens], rows, fill_blocks, **stays)[0]
 
     @classmethod
     def of_all(

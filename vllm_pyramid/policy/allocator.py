@@ -116,16 +116,7 @@ class CurveAllocator(Allocator):
 
     def allocate(self, mean: int, num_layers: int, capacity: int) -> Integers:
         """Return `curve` in whole tokens, `[m]` int64 in [0, C] that sum to B * m."""
-        assert 0 <= mean <= capacity and num_layers >= 1, (mean, num_layers, capacity)
-        if num_layers == 1 or mean == capacity or mean == 0:
-            return np.full(num_layers, mean, dtype=np.int64)
-        tokens = round_to_sum(self.curve(mean, num_layers, capacity), mean * num_layers)
-        if tokens.min() < 0 or tokens.max() > capacity:
-            raise RuntimeError(
-                f"the allocator {self.kind!r} gives layers {tokens.min()} to {tokens.max()} "
-                f"tokens, outside 0 to {capacity}"
-            )
-        return tokens
+        return self.allocate_all(np.array([mean]), num_layers, np.array([capacity]))[0]
 
     def allocate_all(self, means: Integers, num_layers: int, capacities: Integers) -> Integers:
         """Return `allocate` of several prompts, `[T, m]`; `means` and `capacities` are `[T]`."""
@@ -136,7 +127,13 @@ class CurveAllocator(Allocator):
             means, capacities = means[divided], capacities[divided]
             curves = self._curves(means, num_layers, capacities)
             tokens[divided] = found = round_all_to_sum(curves, means * num_layers)
-            assert (found >= 0).all() and (found <= capacities[:, None]).all(), self
+            low, high = found.min(axis=1), found.max(axis=1)
+            if (wrong := (low < 0) | (high > capacities)).any():
+                row = int(wrong.argmax())
+                raise RuntimeError(
+                    f"the allocator {self.kind!r} gives layers {low[row]} to {high[row]} tokens, "
+                    f"outside 0 to {capacities[row]}"
+                )
         return tokens
 
     def _curves(self, means: Integers, num_layers: int, capacities: Integers) -> Reals:
@@ -174,11 +171,6 @@ class CurveAllocator(Allocator):
         return points_of_tokens(policy, self, prompt_lens, num_layers, block_size, means)
 
 
-def round_to_sum(curve: Reals, total: int) -> Integers:
-    """Return `round_all_to_sum` of one curve, `[m]`."""
-    return round_all_to_sum(curve[None], np.array([total]))[0]
-
-
 def round_all_to_sum(curves: Reals, totals: Integers) -> Integers:
     """Round by largest remainder: whole numbers next to `curves`, `[T, m]`, that sum to `totals`.
 
@@ -207,14 +199,7 @@ def point_of_tokens(
     mean: int,
 ) -> EvictionPoint:
     """Return the point that keeps a mean of `mean` of `tokens` tokens; None if all are kept."""
-    fixed = policy.window + policy.sinks
-    if mean == tokens:
-        keep = np.full(num_layers, tokens)
-    else:
-        assert fixed < mean, (fixed, mean, "the budget was not checked")
-        assert allocator is not None
-        keep = fixed + allocator.allocate(mean - fixed, num_layers, tokens - fixed)
-    return _point_of(policy, tokens, block_size, mean, keep, np.zeros_like(keep))
+    return points_of_tokens(policy, allocator, [tokens], num_layers, block_size, [mean])[0]
 
 
 def points_of_tokens(
@@ -242,8 +227,13 @@ def points_of_tokens(
         keep,
         policy.fill_blocks,
         front=np.full_like(keep, policy.sinks),
-        recent=np.maximum(policy.window, np.floor(keep * policy.selector.recent_share)),
+        recent=_recent(policy, keep),
     )
+
+
+def _recent(policy: Policy, keep: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return how many of the last tokens stay in any case of those that are kept."""
+    return np.maximum(policy.window, np.floor(keep * policy.selector.recent_share))
 
 
 def open_plan(
@@ -280,26 +270,6 @@ def open_plan(
     )
 
 
-def _point_of(
-    policy: Policy,
-    tokens: int,
-    block_size: int,
-    mean: int,
-    keep: npt.NDArray[Any],
-    front: npt.NDArray[Any],
-) -> EvictionPoint:
-    recent = np.floor(keep * policy.selector.recent_share)
-    return EvictionPoint.of(
-        tokens,
-        block_size,
-        mean,
-        keep,
-        policy.fill_blocks,
-        front=np.maximum(policy.sinks, front),
-        recent=np.maximum(policy.window, recent),
-    )
-
-
 def _later_point(
     policy: Policy, prompt: EvictionPoint, target: int, computed: int
 ) -> EvictionPoint:
@@ -311,4 +281,8 @@ def _later_point(
     front = policy.schedule.front(prompt, computed)
     if keep is usual.keep and not front.any():
         return usual
-    return _point_of(policy, computed, block_size, -(-int(keep.sum()) // layers), keep, front)
+    return EvictionPoint.of(
+        *(computed, block_size, -(-int(keep.sum()) // layers), keep, policy.fill_blocks),
+        front=np.maximum(policy.sinks, front),
+        recent=_recent(policy, keep),
+    )

@@ -55,11 +55,18 @@ class Component(BaseModel):
     Class attributes:
         section: the key of a preset that names such a part. kind: its name there; a class of your
             own that derives from a built-in class declares it again: `kind: str`.
+        attends: hooks of this part attend, or choose what is attended to, in all steps. That is
+            Python, which a captured graph of a whole step would leave out (`LayerHooks`).
+        splits_at_prompt_end: no step may have tokens of the prompt and tokens behind it.
+        copies_blocks: all of a block is in one page of the device, which is copied with it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     section: ClassVar[str]
+    attends: ClassVar[bool] = False
+    splits_at_prompt_end: ClassVar[bool] = False
+    copies_blocks: ClassVar[bool] = True
     kind: str
 
     @classmethod
@@ -103,14 +110,6 @@ class Component(BaseModel):
         return self.works_in_every_step
 
     @property
-    def attends(self) -> bool:
-        """Return whether hooks of this part attend, or choose what is attended to, in all steps.
-
-        That is Python, which a captured graph of a whole step would leave out (`LayerHooks`).
-        """
-        return False
-
-    @property
     def attends_in_graphs(self) -> bool:
         """Return whether decode steps of a part that attends may be captured as whole graphs.
 
@@ -125,16 +124,6 @@ class Component(BaseModel):
         them.
         """
         return self.splits_at_prompt_end
-
-    @property
-    def splits_at_prompt_end(self) -> bool:
-        """Return whether no step may have tokens of the prompt and tokens behind it."""
-        return False
-
-    @property
-    def copies_blocks(self) -> bool:
-        """Return whether all of a block is in one page of the device, which is copied with it."""
-        return True
 
     @property
     def of_graph(self) -> Any:

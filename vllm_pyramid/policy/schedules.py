@@ -32,19 +32,16 @@ class Schedule(Component):
 
     A subclass may set the lengths of each layer (`keep`) and protect tokens from later evictions
     (`front`, `recent`). The worker checks that a layer holds as many tokens as it should keep.
+    `waits_for_orders`: a prompt is evicted only when the scheduler orders it.
     """
 
     section: ClassVar[str] = "schedule"
+    waits_for_orders: ClassVar[bool] = False
 
     @property
     def every(self) -> int:
         """Tokens between two evictions; 0 if the prompt's end is the only one."""
         return 0
-
-    @property
-    def waits_for_orders(self) -> bool:
-        """Whether a prompt is evicted only when the scheduler orders it."""
-        return False
 
     @property
     def keeps_prompts(self) -> bool:
@@ -189,6 +186,8 @@ class PressureSchedule(Schedule):
     headroom: float = Field(default=1.5, ge=1.0, le=100.0)
     answers: int = Field(default=0, ge=0)
 
+    waits_for_orders: ClassVar[bool] = True
+
     @field_validator("levels")
     @classmethod
     def _parsed(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -197,10 +196,6 @@ class PressureSchedule(Schedule):
         if len(known) < len(shares) or known != sorted(set(known), reverse=True):
             raise ValueError("levels are shares of the prompt that fall, such as 50% and 25%")
         return value
-
-    @property
-    def waits_for_orders(self) -> bool:
-        return True
 
     @property
     def counts_budgets(self) -> float:

@@ -12,8 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_pyramid.attention.shifted_tables import HeldTables, Slots
-from vllm_pyramid.compat.fused_copy import copy_each
-from vllm_pyramid.compat.held_tables import has_host_tables, hold_on_host
+from vllm_pyramid.compat.held_tables import copy_each, has_host_tables, hold_on_host
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.step_tables import StepTables
 

@@ -13,8 +13,8 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 
+from vllm_pyramid.attention.per_head.layout import layout_of
 from vllm_pyramid.attention.table_layout import TableLayout
-from vllm_pyramid.attention.table_layouts import layout_of
 from vllm_pyramid.compat.drafts import draft_layers
 from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
 from vllm_pyramid.policy.capabilities import Feature, asked, refuse

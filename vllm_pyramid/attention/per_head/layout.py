@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker asks about tables of single KV heads."""
+"""What a worker asks about its block tables, and about those of single KV heads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from vllm_pyramid.attention.per_head.lane_tables import LaneTables
 from vllm_pyramid.attention.per_head.lanes import HeadLanes
 from vllm_pyramid.attention.shifted_tables import HeldTables
 from vllm_pyramid.attention.table_layout import TableLayout
+from vllm_pyramid.kv_cache.head_layout import HeadKVCacheSpec
+from vllm_pyramid.kv_cache.spec import LayerKVCacheSpec
 
 
 class HeadTableLayout(TableLayout):
@@ -59,3 +61,10 @@ class HeadTableLayout(TableLayout):
                 f"layer {name} has learned sinks, with which lengths of single KV heads (heads) do "
                 "not work yet: choose a policy without `heads`"
             )
+
+
+def layout_of(specs: Sequence[LayerKVCacheSpec]) -> TableLayout:
+    """Return the layout of block tables that the specs of the layers that evict ask for."""
+    if isinstance(specs[0], HeadKVCacheSpec):
+        return HeadTableLayout(specs[0].tables_per_layer, specs[0].block_size)
+    return TableLayout()

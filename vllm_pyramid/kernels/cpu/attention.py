@@ -8,15 +8,11 @@ import torch
 from vllm_pyramid.kernels.contract import FEWEST_KEYS
 from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrAttention, PyrCacheWrite, PyrShared, packer
+from vllm_pyramid.kernels.cpu.structs import ATTENTION, CACHE_WRITE, SHARED
 from vllm_pyramid.kernels.gather_tokens import check_head_tables
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
 
 INT32_MAX = 2**31 - 1
-
-_pack_attention = packer(PyrAttention)
-_pack_shared = packer(PyrShared)
-_pack_cache_write = packer(PyrCacheWrite)
 
 
 def reshape_and_cache(
@@ -57,7 +53,7 @@ def reshape_and_cache(
             f"slot_mapping must be contiguous and no longer than key and value, got {tokens} slots "
             f"of stride {slot_mapping.stride(0)} for {key.shape[0]} and {value.shape[0]} tokens"
         )
-    record = _pack_cache_write(
+    record = CACHE_WRITE.pack(
         key.data_ptr(),
         value.data_ptr(),
         key_cache.data_ptr(),
@@ -111,7 +107,7 @@ def shared_attention(
         paged_attention(out, batch, softmax, log_sum_exp=log_sum_exp)
         return
     attention = attention_record(out, batch, batch.value_cache, softmax, log_sum_exp)
-    run("shared_attention", _pack_shared(attention, fewest_keys))
+    run("shared_attention", SHARED.pack(attention, fewest_keys))
 
 
 def attention_record(
@@ -143,7 +139,7 @@ def attention_record(
     checks.check_scale("key_scale", batch.key_scale, batch.key_scales)
     checks.check_scale("value_scale", batch.value_scale, batch.value_scales)
     sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, heads)
-    return _pack_attention(
+    return ATTENTION.pack(
         out.data_ptr(),
         query.data_ptr(),
         key_cache.data_ptr(),

@@ -7,13 +7,9 @@ import torch
 
 from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrCompact, PyrScores, PyrSelect, packer
+from vllm_pyramid.kernels.cpu.structs import COMPACT, SCORES, SELECT
 from vllm_pyramid.kernels.log_sum_exp import check_scores, check_some_requests
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax, WindowBatch
-
-_pack_scores = packer(PyrScores)
-_pack_select = packer(PyrSelect)
-_pack_compact = packer(PyrCompact)
 
 
 def window_scores(
@@ -63,7 +59,7 @@ def scores_record(
     checks.check_scale("key_scale", batch.key_scale, batch.key_scales)
     requests, columns = out.shape[0], out.shape[2]
     sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, query.shape[1])
-    return _pack_scores(
+    return SCORES.pack(
         out.data_ptr(),
         checks.lse_address(log_sum_exp, query),
         query.data_ptr(),
@@ -103,7 +99,7 @@ def select(
         raise ValueError(f"window {window} and sinks {sinks} must be >= 0")
     longest = int(keeps.max()) if max_keep is None else max_keep
     out = torch.empty((requests, heads, max(longest, 0)), dtype=torch.int32)
-    record = _pack_select(
+    record = SELECT.pack(
         out.data_ptr(),
         scores.data_ptr(),
         checks.vector_address("prompt_lens", prompt_lens, requests),
@@ -137,7 +133,7 @@ def compact(
         )
     if kept.shape[2] > 1 and kept.stride(2) != 1:
         raise ValueError(f"rows of kept must be contiguous, got strides {kept.stride()}")
-    record = _pack_compact(
+    record = COMPACT.pack(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         block_table.data_ptr(),

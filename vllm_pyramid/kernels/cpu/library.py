@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_pyramid.kernels.cpu.structs import RECORDS, fields_of, parse_fields
+from vllm_pyramid.kernels.cpu.structs import RECORDS, parse_fields
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -30,24 +30,6 @@ LIBRARY_VARIABLE = "VLLM_PYRAMID_CPU_LIBRARY"
 ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 # The code for AMX with its tiles in plain C++, for tests on processors without AMX.
 EMULATED = "amx-emulated"
-KERNELS = (
-    "paged_attention",
-    "shared_attention",
-    "key_mass",
-    "topn_attention",
-    "window_scores",
-    "observed_expected",
-    "future_queries",
-    "recent_mass",
-    "select",
-    "compact",
-    "reshape_and_cache",
-    "summarise_pages",
-    "score_pages",
-    "select_pages",
-)
-
-
 REBUILD = "rebuild it with `python setup.py build_ext --inplace`"
 
 
@@ -131,8 +113,6 @@ def load() -> ctypes.CDLL:
     library.pyr_read_pages.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
     library.pyr_read_pages.restype = ctypes.c_double
     library.pyr_shared_rows.restype = ctypes.c_int64
-    for name in KERNELS:
-        getattr(library, f"pyr_{name}").argtypes = [ctypes.c_char_p]
     _share_threads(library)
     _choose(library, os.environ.get(ISA_VARIABLE) or None)
     return library
@@ -145,22 +125,22 @@ def _check_records(library: ctypes.CDLL, path: Path) -> None:
     library.pyr_record_size.restype = ctypes.c_int64
     library.pyr_record_fields.restype = ctypes.c_char_p
     for record in RECORDS:
-        name = record.__name__
+        name = record.name
         text = library.pyr_record_fields(name.encode())
         if text is None:
             raise LibraryError(f"{path} has no record {name}; {REBUILD}")
-        pairs = zip_longest(parse_fields(text.decode()), fields_of(record), fillvalue="nothing")
+        pairs = zip_longest(parse_fields(text.decode()), record.fields, fillvalue="nothing")
         for i, (theirs, ours) in enumerate(pairs):
             if theirs != ours:
                 raise LibraryError(
                     f"{path} expects field {i} of {name} to be `{theirs}`, and this package packs "
                     f"`{ours}` there; {REBUILD}"
                 )
-        size, packed = library.pyr_record_size(name.encode()), ctypes.sizeof(record)
-        if size != packed:
+        size = library.pyr_record_size(name.encode())
+        if size != record.size:
             raise LibraryError(
                 f"{path} takes {name} in {size} bytes, and this package packs the same fields "
-                f"into {packed}; {REBUILD}"
+                f"into {record.size}; {REBUILD}"
             )
 
 

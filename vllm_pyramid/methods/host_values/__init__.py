@@ -66,22 +66,13 @@ class HostValues(Values):
     renormalize: bool = True
 
     uses_swap_space: ClassVar[bool] = True
+    attends: ClassVar[bool] = True
+    # Keys are chosen behind the prompt, and no step has queries of both kinds.
+    splits_at_prompt_end: ClassVar[bool] = True
+    copies_blocks: ClassVar[bool] = False
 
     def on_device(self, layer: int) -> bool:
         return layer < self.device_layers
-
-    @property
-    def attends(self) -> bool:
-        return True
-
-    @property
-    def splits_at_prompt_end(self) -> bool:
-        """Return True: keys are chosen behind the prompt, and no step has queries of both kinds."""
-        return True
-
-    @property
-    def copies_blocks(self) -> bool:
-        return False
 
     @property
     def unsupported(self) -> Unsupported:

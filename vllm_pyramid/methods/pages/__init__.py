@@ -125,6 +125,7 @@ class SelectPages(Attend):
     combine: Literal["mean", "max"] = "mean"
 
     selects: ClassVar[bool] = True
+    attends: ClassVar[bool] = True
 
     # What is read -------------------------------------------------------------------------------
 
@@ -148,10 +149,6 @@ class SelectPages(Attend):
         return 10 * len(self.model_dump_json())
 
     # Answers of a part --------------------------------------------------------------------------
-
-    @property
-    def attends(self) -> bool:
-        return True
 
     @property
     def attends_in_graphs(self) -> bool:

@@ -8,12 +8,10 @@ import torch
 from vllm_pyramid.kernels.cpu.attention import attention_record
 from vllm_pyramid.kernels.cpu.checks import vector_address
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrKeyMass, packer
+from vllm_pyramid.kernels.cpu.structs import KEY_MASS
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.accumulated.kernels import MASS_KINDS
 from vllm_pyramid.methods.accumulated.kernels.reference import check_mass
-
-_pack_key_mass = packer(PyrKeyMass)
 
 
 def add_key_mass(
@@ -37,4 +35,4 @@ def add_key_mass(
     # C++ uses neither the output nor V here: K stands in for V, which may be in another memory.
     attention = attention_record(batch.query, batch, batch.key_cache, softmax, log_sum_exp)
     own = (mass.data_ptr(), first, *mass.stride()[:2], MASS_KINDS.index(kind))
-    run("key_mass", _pack_key_mass(attention, *own))
+    run("key_mass", KEY_MASS.pack(attention, *own))

@@ -8,7 +8,7 @@ import torch
 from vllm_pyramid.kernels.cpu.attention import attention_record
 from vllm_pyramid.kernels.cpu.checks import vector_address
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrTopn, packer
+from vllm_pyramid.kernels.cpu.structs import TOPN
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.reference import (  # pages: not used
@@ -17,8 +17,6 @@ from vllm_pyramid.methods.host_values.kernels.reference import (  # pages: not u
 )
 
 __all__ = ["copy_pages", "topn_attention"]
-
-_pack_topn = packer(PyrTopn)
 
 
 def topn_attention(
@@ -40,4 +38,4 @@ def topn_attention(
         check_value_rows(value_rows, requests)
         rows_address = value_rows.data_ptr()
     top_n_address = vector_address("top_ns", top_ns, requests)
-    run("topn_attention", _pack_topn(attention, top_n_address, rows_address, renormalize))
+    run("topn_attention", TOPN.pack(attention, top_n_address, rows_address, renormalize))

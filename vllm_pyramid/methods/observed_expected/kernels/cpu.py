@@ -8,15 +8,12 @@ import torch
 from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.eviction import longest_prompt, scores_record
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrFutureQueries, PyrObservedExpected, packer
+from vllm_pyramid.kernels.cpu.structs import FUTURE_QUERIES, OBSERVED_EXPECTED
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.methods.observed_expected.kernels.reference import check_scored
 from vllm_pyramid.step.rotary import Rotary
-
-_pack_observed_expected = packer(PyrObservedExpected)
-_pack_future_queries = packer(PyrFutureQueries)
 
 
 def future_queries(
@@ -47,7 +44,7 @@ def future_queries(
         table = (cos_sin.data_ptr(), code, rows, rotated, int(rotary.halves), cos_sin.stride(0))
     address, code, rows, rotated, halves, stride = table
     out = torch.empty((requests, heads, queries, size), dtype=torch.float32)
-    record = _pack_future_queries(
+    record = FUTURE_QUERIES.pack(
         *(out.data_ptr(), query.data_ptr(), address),
         checks.vector_address("query_ends", query_ends, requests),
         checks.vector_address("last_positions", last_positions, requests),
@@ -79,7 +76,7 @@ def observed_expected_scores(
     requests, kv_heads = batch.prompt_lens.shape[0], value_cache.shape[1]
     out = torch.empty((requests, kv_heads, longest_prompt(batch)), dtype=torch.float32)
     scores = scores_record(out, batch, softmax, Reduction("mean", "avg", shape.kernel_size))
-    record = _pack_observed_expected(
+    record = OBSERVED_EXPECTED.pack(
         *(scores, value_cache.data_ptr()),
         future.data_ptr() if future is not None and shape.expected else 0,
         0 if starts is None else checks.vector_address("starts", starts, requests),

@@ -7,7 +7,7 @@ import torch
 
 from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrPageScores, PyrPageSelect, PyrSummaries, packer
+from vllm_pyramid.kernels.cpu.structs import PAGE_SCORES, PAGE_SELECT, SUMMARIES
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.pages.kernels.checks import (
     check_scoring,
@@ -29,10 +29,6 @@ from vllm_pyramid.methods.pages.kernels.records import (
 # Only attention of devices chooses so; on the CPU that is a rehearsal, which needs no library.
 from vllm_pyramid.methods.pages.kernels.reference import choose_pages as choose_pages
 
-_pack_summaries = packer(PyrSummaries)
-_pack_scores = packer(PyrPageScores)
-_pack_select = packer(PyrPageSelect)
-
 
 def summarise_pages(
     summaries: torch.Tensor,
@@ -52,7 +48,7 @@ def summarise_pages(
     blocks, heads, block_size, head_size = key_cache.shape
     checks.check_head_size(head_size)
     requests = seq_lens.shape[0]
-    record = _pack_summaries(
+    record = SUMMARIES.pack(
         summaries.data_ptr(),
         key_cache.data_ptr(),
         block_table.data_ptr(),
@@ -102,7 +98,7 @@ def score_pages(
         return out
     entries = pool if pool.dim() == 4 else pool[:, :, None]
     sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, heads)
-    record = _pack_scores(
+    record = PAGE_SCORES.pack(
         out.data_ptr(),
         query.data_ptr(),
         pool.data_ptr(),
@@ -141,7 +137,7 @@ def select_pages(
     found = selection_to_fill(rows, kv_heads, out)
     if not rows:
         return found
-    record = _pack_select(
+    record = PAGE_SELECT.pack(
         found.block_table.data_ptr(),
         found.pages.data_ptr(),
         found.counts.data_ptr(),

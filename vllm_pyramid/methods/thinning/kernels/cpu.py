@@ -7,12 +7,10 @@ import torch
 
 from vllm_pyramid.kernels.cpu import checks
 from vllm_pyramid.kernels.cpu.library import run
-from vllm_pyramid.kernels.cpu.structs import PyrRecentMass, packer
+from vllm_pyramid.kernels.cpu.structs import RECENT_MASS
 from vllm_pyramid.kernels.log_sum_exp import check_some_requests
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
-
-_pack_recent_mass = packer(PyrRecentMass)
 
 
 def recent_mass(
@@ -40,7 +38,7 @@ def recent_mass(
     sinks_address, sinks_code = checks.sinks_and_code(softmax.sinks, query.shape[1])
     columns = int(batch.contexts.max()) if batch.max_context is None else batch.max_context
     out = torch.zeros((requests, kv_heads, columns), dtype=torch.float32)
-    record = _pack_recent_mass(
+    record = RECENT_MASS.pack(
         out.data_ptr(),
         checks.lse_address(log_sum_exp, query),
         query.data_ptr(),
