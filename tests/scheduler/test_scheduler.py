@@ -145,6 +145,32 @@ def test_a_preempted_answer_needs_what_its_request_holds_not_all_its_tokens() ->
     assert request.is_finished() and request.num_output_tokens == 17
 
 
+def test_answers_that_are_computed_again_share_the_rows_that_workers_reserve() -> None:
+    """Each token of theirs chooses pages: 256 in a step, beside one of each request."""
+    sizes = {"budget": 24, "dense_layers": 1, "sinks": 4, "recent": 4}
+    setup = Setup(
+        policy="select",
+        budget="100%",
+        policy_args=tuple((f"attend.{name}", size) for name, size in sizes.items()),
+        max_model_len=256,
+        max_num_batched_tokens=512,
+    )
+    pair = Pair(setup, spare_blocks=2 * setup.blocks_of_longest)
+    for name in ("a", "b", "c"):
+        pair.add(name, 40, 200)
+    requests = list(pair.scheduler.requests.values())
+    while requests[-1].num_output_tokens < 140:
+        pair.step()
+    assert pair.scheduler.reset_prefix_cache(reset_running_requests=True)
+    steps = []
+    for _ in range(3):
+        scheduled = pair.schedule().num_scheduled_tokens
+        steps.append([scheduled[name] for name in ("a", "b", "c")])
+        pair.process()
+    assert steps == [[180, 40 + 256 - 140, 40], [1, 24, 140], [1, 1, 1]]
+    assert [request.num_output_tokens for request in requests] == [143, 142, 142]
+
+
 # Lengths that the worker solves ------------------------------------------------------------------
 
 SOLVED = Setup(policy="xkv")

@@ -125,6 +125,7 @@ class SelectPages(Attend):
     combine: Literal["mean", "max"] = "mean"
 
     selects: ClassVar[bool] = True
+    max_recomputed: ClassVar[int] = 256
 
     # What is read -------------------------------------------------------------------------------
 
