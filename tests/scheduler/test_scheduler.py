@@ -85,6 +85,22 @@ def test_full_requests_are_not_cut() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 1}
 
 
+def test_prompts_whose_logits_are_made_have_the_chunks_that_are_reserved() -> None:
+    """As replays ask for them; other requests are not cut."""
+    settings = (("kv_shadow", "100%"),)
+    pair = Pair(Setup(max_model_len=1024, max_num_batched_tokens=1024, further=settings))
+    for name, chunks in (("replay", [256, 256, 88]), ("other", [600])):
+        request: Any = make_request(name, 600, max_tokens=1, extra_args={"kv_policy": "full"})
+        if name == "replay":
+            request.sampling_params.prompt_logprobs = 0
+        pair.scheduler.add_request(request)
+        seen = []
+        while name in pair.scheduler.requests:
+            seen.append(pair.schedule().num_scheduled_tokens[name])
+            pair.process()
+        assert seen == chunks
+
+
 def test_the_statistics_count_layers_when_they_change() -> None:
     pair = Pair(SYNC)
     pair.add("r", 40)

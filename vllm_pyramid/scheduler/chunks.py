@@ -21,7 +21,8 @@ class Chunks:
     request that comes back with generated tokens evicts where it did the first time. The last chunk
     of a prompt is never shorter than the observation window. Where each token behind a prompt takes
     memory, a step computes no more of them again than its workers have reserved
-    (`Attend.max_recomputed`).
+    (`Attend.max_recomputed`); nor does a chunk have more logits
+    (`ServedSettings.max_prompt_logits`).
 
     Attributes:
         admission: decides which prompts start; None: vLLM's own rule.
@@ -41,6 +42,7 @@ class Chunks:
         self._stock_chunk = engine.stock_chunk
         policy = settings.policy
         self._splits_at_prompt_end = policy.splits_at_prompt_end
+        self._max_logits = settings.max_prompt_logits
         self._max_recomputed = policy.attend.max_recomputed
         self._recomputed = 0  # in this step, beside one token of each request
         self._min_last, self._min_inner = settings.min_last_chunk, settings.min_inner_chunk
@@ -152,6 +154,9 @@ class Chunks:
         stop = plan.next_eviction(computed) if plan.evicts else None
         if stop is None:
             left = plan.prompt_len - computed
+            params = request.sampling_params
+            if self._max_logits and params and params.prompt_logprobs is not None:
+                tokens = min(tokens, self._max_logits)
             return min(tokens, left) if self._splits_at_prompt_end and left > 0 else tokens
         if piece := plan.piece_at(computed):
             return piece.tokens if tokens >= piece.tokens else 0
