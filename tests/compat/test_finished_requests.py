@@ -87,8 +87,8 @@ def test_two_requests_of_one_client_id_count_for_their_own_applications(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("sampling_params", SamplingParams(temperature=0, extra_args={"other": 2**70})),
-        ("sampling_params", SamplingParams(temperature=0, stop=["\ud800"])),
+        ("sampling_params", SamplingParams(top_k=2**64)),
+        ("sampling_params", SamplingParams(extra_args={"other": "\ud800"})),
         ("reasoning_parser_kwargs", {"chat_template_kwargs": {"deep": [-(2**70)]}}),
         ("priority", 2**64),
     ],

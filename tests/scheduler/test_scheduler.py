@@ -12,6 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+from vllm_pyramid.compat import page_server
 from vllm_pyramid.compat.side_channel import (
     StepReport,
     attach_report,
@@ -85,8 +86,11 @@ def test_full_requests_are_not_cut() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 1}
 
 
-def test_prompts_whose_logits_are_made_have_the_chunks_that_are_reserved() -> None:
+def test_prompts_whose_logits_are_made_have_the_chunks_that_are_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As replays ask for them; other requests are not cut."""
+    monkeypatch.setattr(page_server, "is_server", lambda: True)
     settings = (("kv_shadow", "100%"),)
     pair = Pair(Setup(max_model_len=1024, max_num_batched_tokens=1024, further=settings))
     for name, chunks in (("replay", [256, 256, 88]), ("other", [600])):
