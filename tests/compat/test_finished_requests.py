@@ -107,7 +107,8 @@ def test_a_request_that_cannot_be_sent_is_refused_before_vllm_keeps_its_state(
         MsgpackEncoder().encode(one)
     with pytest.raises(VLLMValidationError, match=r"cannot be sent to the engine: .*(ints|codec)"):
         InputProcessor.assign_request_id(one)
-    assert not finished_requests._unsent and not finished_requests._unnamed
+    assert one.request_id not in finished_requests._unsent
+    assert id(one) not in finished_requests._unnamed
 
 
 def test_every_copy_says_that_it_ran_with_the_whole_cache_and_no_other_request_does() -> None:
