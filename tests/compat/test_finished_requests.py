@@ -7,11 +7,13 @@ from copy import copy
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.frontend.test_shadow import BAD, CODE, MAIL, send, shadow
 from vllm_pyramid.compat import finished_requests
@@ -80,6 +82,33 @@ def test_two_requests_of_one_client_id_count_for_their_own_applications(
     (other,) = front.send(known, "same", "code")
     front.end(other)
     assert len(queued) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sampling_params", SamplingParams(top_k=2**64)),
+        ("sampling_params", SamplingParams(extra_args={"other": "\ud800"})),
+        ("reasoning_parser_kwargs", {"chat_template_kwargs": {"deep": [-(2**70)]}}),
+        ("priority", 2**64),
+    ],
+)
+def test_a_request_that_cannot_be_sent_is_refused_before_vllm_keeps_its_state(
+    field: str, value: Any
+) -> None:
+    """Such a state would stay, and no answer be compared again."""
+    known, _ = shadow()
+    finished_requests.install(known)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    one = EngineCoreRequest("a", [1] * 400, None, params, None, 0.0, None, None, None)
+    finished_requests.note(one, MAIL)
+    setattr(one, field, value)
+    with pytest.raises((OverflowError, UnicodeEncodeError)):
+        MsgpackEncoder().encode(one)
+    with pytest.raises(VLLMValidationError, match=r"cannot be sent to the engine: .*(ints|codec)"):
+        InputProcessor.assign_request_id(one)
+    assert one.request_id not in finished_requests._unsent
+    assert id(one) not in finished_requests._unnamed
 
 
 def test_every_copy_says_that_it_ran_with_the_whole_cache_and_no_other_request_does() -> None:

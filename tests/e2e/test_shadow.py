@@ -77,6 +77,10 @@ def test_a_bad_scorer_is_found_within_four_answers(tmp_path: Path) -> None:
                 time.sleep(0.1)
             raise AssertionError(row)
 
+        with pytest.raises(openai.BadRequestError, match="cannot be sent"):
+            client.completions.create(  # and the server is idle again
+                model=str(model_path()), prompt="x", extra_body={"top_k": 2**64}
+            )
         for number in range(4):
             report = ask(client, words(500 + 40 * number), 32, "bad", number)
             assert report["kv_policy"] == "random" and "kv_shadow" not in report

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -303,6 +304,51 @@ def test_mixed_rows_attend_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) ->
         "attended_tokens": 4,
     }
     assert reads.on_request_finished("r2")["pages_read"] == 0
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_what_the_largest_step_allocates_is_reserved(shifted: bool) -> None:
+    """A preempted answer, as many of its tokens as a step may have, beside a token and a prompt."""
+    again, longest = SelectPages.max_recomputed, 300
+    few, wide = (
+        load_policy("select").model_copy(update={"attend": _part(_scorer("spread"), **fields)})
+        for fields in ({}, {"budget": longest - 2 * N})
+    )
+    step = _step([(30, 36, 1 + again), (30, longest - 1, 1), (60, 40, 20)], policy=few)
+    plan = step.requests[1].plan
+    step.requests[1] = WorkerRequest("r1", wide, plan, plan)
+
+    class Large(_Context):
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                max_model_len=longest, get_num_attention_heads=lambda parallel: HEADS
+            ),
+            parallel_config=None,
+            scheduler_config=SimpleNamespace(max_num_seqs=3, max_num_batched_tokens=8192),
+            num_speculative_tokens=0,
+        )
+
+    context: Any = Large()
+    blocks = 3 * (longest // N)
+    selector = _selector(few.attend, blocks + 1, context)
+    source = torch.Generator().manual_seed(5)
+    cache = torch.randn(blocks + 1, KV_HEADS, N, SIZE, generator=source)
+    table = torch.randperm(blocks, generator=source).view(3, -1).int() + 1
+    query = torch.randn(int(step.scheduled.sum()), HEADS, SIZE, generator=source)
+    selector.begin_step(step)
+    for layer in range(LAYERS):
+        inputs = _inputs(cache, table, step, layer, query)
+        if shifted:
+            inputs = replace(inputs, offsets=torch.zeros(3, dtype=torch.int32))
+        chosen = selector.before_attention(inputs)
+    choosing = selector._choosing
+    assert choosing is not None and len(choosing.requests) == 2 + again
+    made: Any = choosing.selection
+    lists = [chosen.block_table, made.block_table, *([] if shifted else [made.pages])]
+    num_bytes = sum(tensor.nbytes for tensor in (choosing.scores, *lists))
+    if shifted:
+        context.device = SimpleNamespace(type="cuda")
+    assert 0.7 * selector.bytes_of_buffers() < num_bytes <= selector.bytes_of_buffers()
 
 
 def test_a_layer_that_ran_dense_stops_the_engine(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
+from vllm_pyramid.compat import page_server
 from vllm_pyramid.compat.side_channel import (
     StepReport,
     attach_report,
@@ -85,6 +86,25 @@ def test_full_requests_are_not_cut() -> None:
     assert pair.schedule().num_scheduled_tokens == {"r": 1}
 
 
+def test_prompts_whose_logits_are_made_have_the_chunks_that_are_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As replays ask for them; other requests are not cut."""
+    monkeypatch.setattr(page_server, "is_server", lambda: True)
+    settings = (("kv_shadow", "100%"),)
+    pair = Pair(Setup(max_model_len=1024, max_num_batched_tokens=1024, further=settings))
+    for name, chunks in (("replay", [256, 256, 88]), ("other", [600])):
+        request: Any = make_request(name, 600, max_tokens=1, extra_args={"kv_policy": "full"})
+        if name == "replay":
+            request.sampling_params.prompt_logprobs = 0
+        pair.scheduler.add_request(request)
+        seen = []
+        while name in pair.scheduler.requests:
+            seen.append(pair.schedule().num_scheduled_tokens[name])
+            pair.process()
+        assert seen == chunks
+
+
 def test_the_statistics_count_layers_when_they_change() -> None:
     pair = Pair(SYNC)
     pair.add("r", 40)
@@ -143,6 +163,32 @@ def test_a_preempted_answer_needs_what_its_request_holds_not_all_its_tokens() ->
     for _ in range(20):
         pair.step()
     assert request.is_finished() and request.num_output_tokens == 17
+
+
+def test_answers_that_are_computed_again_share_the_rows_that_workers_reserve() -> None:
+    """Each token of theirs chooses pages: 256 in a step, beside one of each request."""
+    sizes = {"budget": 24, "dense_layers": 1, "sinks": 4, "recent": 4}
+    setup = Setup(
+        policy="select",
+        budget="100%",
+        policy_args=tuple((f"attend.{name}", size) for name, size in sizes.items()),
+        max_model_len=256,
+        max_num_batched_tokens=512,
+    )
+    pair = Pair(setup, spare_blocks=2 * setup.blocks_of_longest)
+    for name in ("a", "b", "c"):
+        pair.add(name, 40, 200)
+    requests = list(pair.scheduler.requests.values())
+    while requests[-1].num_output_tokens < 140:
+        pair.step()
+    assert pair.scheduler.reset_prefix_cache(reset_running_requests=True)
+    steps = []
+    for _ in range(3):
+        scheduled = pair.schedule().num_scheduled_tokens
+        steps.append([scheduled[name] for name in ("a", "b", "c")])
+        pair.process()
+    assert steps == [[180, 40 + 256 - 140, 40], [1, 24, 140], [1, 1, 1]]
+    assert [request.num_output_tokens for request in requests] == [143, 142, 142]
 
 
 # Lengths that the worker solves ------------------------------------------------------------------

@@ -369,6 +369,16 @@ def test_traces_and_further_requests_take_more() -> None:
     assert plain.pyramid.memory.eviction_bytes() > before
 
 
+def test_logits_of_replays_are_reserved() -> None:
+    """In bfloat16, and in float32 with their logarithms, for each word."""
+    memory = Runner().pyramid.memory
+    model: Any = memory._config.model_config
+    model.head_dtype, model.get_vocab_size = torch.bfloat16, lambda: 152_000
+    before = memory.buffer_bytes()
+    memory._settings = replace(memory._settings, shadow=0.01)
+    assert memory.buffer_bytes() - before == 256 * 152_000 * (2 + 4 + 4)
+
+
 @pytest.mark.parametrize("policy", ["pyramidkv", "full"])
 @pytest.mark.parametrize("tables_class", [TablesV1, TablesV2])
 def test_tables_are_as_large_as_is_said(

@@ -77,10 +77,10 @@ stats
     Target: StatLoggerManager.record.
     Why: show our counters in Prometheus and the log. Remove with side_channel.
 finished_requests
-    Target: OutputProcessor.process_outputs, .request_states and what they hold,
-    AsyncLLM.output_processor.
-    Why: sampled answers are replayed with the whole cache. Only with --kv-shadow. Remove when a
-    plugin can see finished requests.
+    Target: OutputProcessor.add_request, .process_outputs, .request_states and what they hold,
+    InputProcessor.assign_request_id, MsgpackEncoder, AsyncLLM.output_processor.
+    Why: sampled answers are replayed with the whole cache; vLLM keeps the state of a request that
+    cannot be encoded. Only with --kv-shadow. Remove when a plugin can see finished requests.
 page_server
     Target: launchers.app.attach_endpoint_plugins, a method added to EngineCore,
     AsyncMPClient.call_utility_all_async, AsyncLLM.input_processor.

@@ -9,11 +9,14 @@ request.
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import copy
 from typing import Any, NamedTuple, Protocol
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_pyramid.compat.wrap import wrap
 
@@ -74,9 +77,26 @@ def install(observer: Observer) -> None:
     wrap(OutputProcessor, "process_outputs", _process_outputs_and_show)
 
 
+def _check_values(request: EngineCoreRequest) -> None:
+    """Raise VLLMValidationError for a value that a message to the engine cannot have.
+
+    vLLM finds it when it has kept a state of the request already, which then stays: the engine
+    would never be idle again.
+    """
+    sent = copy(request)
+    sent.prompt_token_ids = sent.prompt_embeds = sent.mm_features = None  # long, and vLLM's own
+    try:
+        MsgpackEncoder().encode(sent)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise VLLMValidationError(
+            f"the request has a value that cannot be sent to the engine: {error}"
+        ) from None
+
+
 def _assign_and_note(assign_request_id: Any, request: EngineCoreRequest) -> None:
-    assign_request_id(request)
     _, value = _unnamed.pop(id(request), (None, None))
+    _check_values(request)
+    assign_request_id(request)
     _unsent.pop(request.request_id, None)
     if value is not None:
         _unsent[request.request_id] = value

@@ -20,10 +20,17 @@ ALL_PAGES = 2**31 - 1
 
 
 class Attend(Component):
-    """Base class of the section `attend`; `selects`: generated tokens attend to some pages."""
+    """Base class of the section `attend`.
+
+    Class attributes:
+        selects: whether generated tokens attend to some pages alone.
+        max_recomputed: tokens of preempted answers that a step computes again at most, beside one
+            token of each request, since each takes memory; None: any number.
+    """
 
     section: ClassVar[str] = "attend"
     selects: ClassVar[bool] = False
+    max_recomputed: ClassVar[int | None] = None
 
     def pages(self, prompt_len: int, num_layers: int, block_size: int) -> IntArray:
         """Return how many pages a query behind the prompt reads at most: `[num_layers]` int32.

@@ -141,6 +141,7 @@ class Component(BaseModel):
     def source(self) -> str:
         """Return a hash of the file of a class of your own, "" for built-in kinds.
 
+        Modules that the file imports do not count: where they change, stored states must go.
         Where there is no such file, each process has another hash.
         """
         return _digest_of(type(self)) if ":" in self.kind else ""

@@ -123,6 +123,15 @@ class ServedSettings:
         policy = self.policy.inner_policy or self.policy
         return self._more_than_drafts(policy.min_last_chunk)
 
+    @property
+    def max_prompt_logits(self) -> int | None:
+        """Tokens in a chunk of a request that asks for a prompt's log probabilities and keeps all.
+
+        vLLM's first model runner makes logits of all of them at once. Workers reserve these for
+        replays, which are such requests. None: the engine makes none, so any number.
+        """
+        return None if self.shadow is None else 256
+
     def _more_than_drafts(self, tokens: int) -> int:
         return max(tokens, self.num_drafts + 2) if self.num_drafts else tokens
 

@@ -19,7 +19,10 @@ class Chunks:
 
     A chunk ends at the next eviction, inside the prompt, at its end or later. So a preempted
     request that comes back with generated tokens evicts where it did the first time. The last chunk
-    of a prompt is never shorter than the observation window.
+    of a prompt is never shorter than the observation window. Where each token behind a prompt takes
+    memory, a step computes no more of them again than its workers have reserved
+    (`Attend.max_recomputed`); nor does a chunk have more logits
+    (`ServedSettings.max_prompt_logits`).
 
     Attributes:
         admission: decides which prompts start; None: vLLM's own rule.
@@ -39,6 +42,9 @@ class Chunks:
         self._stock_chunk = engine.stock_chunk
         policy = settings.policy
         self._splits_at_prompt_end = policy.splits_at_prompt_end
+        self._max_logits = settings.max_prompt_logits
+        self._max_recomputed = policy.attend.max_recomputed
+        self._recomputed = 0  # in this step, beside one token of each request
         self._min_last, self._min_inner = settings.min_last_chunk, settings.min_inner_chunk
         # Otherwise the pool has room for whole sequences, so no request waits for its own head.
         self._pool_may_be_smaller = policy.inner_policy is not None or policy.schedule.every > 0
@@ -55,6 +61,7 @@ class Chunks:
         """Forget the step before."""
         self._evicting = []
         self._may_wait, self.admitted = False, None
+        self._recomputed = 0
         if self.loading:  # one that found no blocks waits again
             records = self._coordinator.plans.records
             for request_id in [name for name in self.loading if not records[name].num_blocks]:
@@ -90,7 +97,7 @@ class Chunks:
                 return 0  # an order frees some; vLLM would preempt another request
             self._may_wait = True  # not the first: a step without tokens reports nothing
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
-            return self._stock_chunk(request, computed, tokens)  # nearly every one
+            return self._room(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator
         plans = coordinator.plans
         record, plan = plans.records[request.request_id], plans.of(request.request_id)
@@ -114,6 +121,21 @@ class Chunks:
         """Return the tokens for which vLLM wants blocks where a step ends at `tokens`."""
         return min(tokens + self._engine.num_lookahead_tokens, self._engine.max_model_len)
 
+    def _room(self, request: Request, computed: int, tokens: int) -> int:
+        """Return vLLM's own chunk, cut where it has more known tokens of an answer than are left.
+
+        A chunk behind the prompt may always have one token; drafts behind the known tokens are not
+        counted. So a request's other tokens behind its prompt are as many rows as are counted here.
+        """
+        if self._max_recomputed is not None and tokens > 1:
+            first = max(computed + 1, request.num_prompt_tokens)
+            again = min(computed + tokens, request.num_tokens) - first
+            left = self._max_recomputed - self._recomputed
+            if again > left:
+                again, tokens = left, first + left - computed
+            self._recomputed += max(again, 0)
+        return self._stock_chunk(request, computed, tokens)
+
     def starts(self, request: Request, plan: Plan, computed: int) -> bool:
         """Return whether the first waiting request starts in this step."""
         if self._coordinator.block_pool.tier.must_wait():
@@ -124,7 +146,7 @@ class Chunks:
 
     def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
         """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""
-        tokens = self._stock_chunk(request, computed, tokens)
+        tokens = self._room(request, computed, tokens)
         if computed >= plan.prompt_len and not plan.every:
             return tokens  # all has been evicted
         if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:
@@ -132,6 +154,9 @@ class Chunks:
         stop = plan.next_eviction(computed) if plan.evicts else None
         if stop is None:
             left = plan.prompt_len - computed
+            params = request.sampling_params
+            if self._max_logits and params and params.prompt_logprobs is not None:
+                tokens = min(tokens, self._max_logits)
             return min(tokens, left) if self._splits_at_prompt_end and left > 0 else tokens
         if piece := plan.piece_at(computed):
             return piece.tokens if tokens >= piece.tokens else 0

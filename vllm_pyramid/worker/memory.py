@@ -84,8 +84,16 @@ class WorkerMemory:
         return found
 
     def buffer_bytes(self) -> int:
-        """Return the bytes that methods allocate whatever the size of the cache."""
-        return sum(hooks.bytes_of_buffers() for hooks in self._hooks)
+        """Return the bytes that methods allocate whatever the size of the cache, and of logits.
+
+        vLLM makes logits of the prompts that the engine replays, and of these logarithms in
+        float32; on the host by way of a copy in float32.
+        """
+        found = sum(hooks.bytes_of_buffers() for hooks in self._hooks)
+        if (tokens := self._settings.max_prompt_logits) is not None:
+            model = self._config.model_config
+            found += tokens * model.get_vocab_size() * (model.head_dtype.itemsize + 2 * 4)
+        return found
 
     def host_cache_bytes(self) -> int:
         """Return the bytes of host memory that this worker takes for the host cache.

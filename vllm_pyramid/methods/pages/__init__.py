@@ -126,6 +126,7 @@ class SelectPages(Attend):
 
     selects: ClassVar[bool] = True
     attends: ClassVar[bool] = True
+    max_recomputed: ClassVar[int] = 256
 
     # What is read -------------------------------------------------------------------------------
 

@@ -25,8 +25,7 @@ from vllm_pyramid.step.step import Step
 from vllm_pyramid.step.upload import upload
 
 TILE = 16  # of sizes where tables are shifted
-# Rows that are scored at once. A decode step has fewer; a preempted request has one for each token
-# that it computes again, and scores of all of them would take memory that was not reserved.
+# Rows that are scored at once: scores of all rows of a large batch would take more memory.
 ROWS_AT_ONCE = 256
 
 

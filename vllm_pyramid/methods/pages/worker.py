@@ -76,16 +76,23 @@ class PageSelector(CacheHooks, StepHooks, LayerHooks, EvictionHooks):
         return self.selection.block_extras(self.context.specs[0]).num_bytes
 
     def bytes_of_buffers(self) -> int:
-        config = self.context.config
+        """Return the bytes of scores of a part of the rows, and of lists of pages of all rows.
+
+        A step has a row for each request and its drafts, and for each token that it computes again
+        (`Attend.max_recomputed`). The host keeps numbers of pages beside their blocks, and scores
+        of KV heads; a step with rows that read everything has a second table.
+        """
+        config, on_host = self.context.config, self.context.device.type == "cpu"
         requests = config.scheduler_config.max_num_seqs
-        if self.context.device.type == "cpu":
-            return 0
-        # Scores of a part, lists of pages for each request, and with those that read everything.
+        rows = requests * (1 + config.num_speculative_tokens) + self.selection.max_recomputed
+        rows = min(rows, config.scheduler_config.max_num_batched_tokens)
         pages = -(-config.model_config.max_model_len // self._bounds.block_size) + TILE
-        at_once, lists = ROWS_AT_ONCE, 2
+        scores = min(rows, ROWS_AT_ONCE) * (self._kv_heads if on_host else self._num_heads())
+        lists = (3 if on_host else 2) * rows * self._kv_heads
         if self.context.whole_graphs():  # `DecodeRows`, whose scores are all steps'
-            at_once, lists = min(requests, AT_ONCE), 3
-        return 4 * pages * (at_once * self._num_heads() + lists * requests * self._kv_heads)
+            scores = min(requests, AT_ONCE) * self._num_heads()
+            lists += requests * self._kv_heads
+        return 4 * pages * (scores + lists)
 
     def _num_heads(self) -> int:
         config = self.context.config
