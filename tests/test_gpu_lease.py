@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_lease.py"
 LOST = 3
 # What is started beside a phase: in a session of its own, and with a title instead of its

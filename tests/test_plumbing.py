@@ -12,8 +12,6 @@ from tests.plumbing.budgets import OF_A_FILE, Budgets
 from tests.plumbing.pairwise import covering
 from tests.plumbing.shards import PARTS, shard_members
 
-pytestmark = pytest.mark.cpu
-
 
 def test_every_pair_is_covered() -> None:
     variants = {"ab": "ab", "bc": "bc", "abc": "abc", "d": "d", "ac": "ac"}

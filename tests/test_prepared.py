@@ -14,8 +14,6 @@ import pytest
 
 from tests.plumbing.prepared import PreparedPopen, popen
 
-pytestmark = pytest.mark.cpu
-
 # What a program can see of how it was started.
 LOOK = """
 import json, os, sys

@@ -16,8 +16,6 @@ from tests.attack.bodies import COMPLETIONS, HONEST, Attack, draw, encode
 from tests.attack.findings import Findings
 from tests.attack.fuzz import HONEST_PROMPTS, Client, known_in_vllm
 
-pytestmark = pytest.mark.cpu
-
 SEED = 7
 
 

@@ -19,8 +19,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.eviction_rows import JoinedTables
 from vllm_pyramid.step.trace import TraceWriter
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = {"a": 70, "b": 45, "c": 106, "d": 58}
 STEPS = [{"a": 30, "b": 45, "d": 20}, {"a": 40, "c": 60, "d": 38}, {"a": 1, "b": 1, "c": 46}]
 # The same for evictions inside prompts, after each 48 tokens.

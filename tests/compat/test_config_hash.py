@@ -18,8 +18,6 @@ from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.policy.served_settings import ServedSettings
 
-pytestmark = pytest.mark.cpu
-
 
 class ReadsTheModel(Scorer):
     """A scorer of a user's, whose hooks may change the model's forward pass."""

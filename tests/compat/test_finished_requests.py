@@ -18,8 +18,6 @@ from vllm_pyramid.compat import finished_requests
 from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.frontend.shadow_judge import MIN_COMPARISONS
 
-pytestmark = pytest.mark.cpu
-
 
 class FrontEnd:
     """vLLM's own front end of an engine: it names requests and takes the engine's outputs."""

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 SCRIPT = Path(__file__).with_name("inert.py")
 # A line of vLLM's log, without the process's number and the time.
 LOGGED = re.compile(r"\b([A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d (.*)")

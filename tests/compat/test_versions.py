@@ -13,8 +13,6 @@ import pytest
 
 from vllm_pyramid.compat import name_distribution, versions
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

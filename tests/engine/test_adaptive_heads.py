@@ -14,8 +14,6 @@ from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import NEAR_TIE, Job, Start, greedy, random_prompts
 from tests.scheduler.checks import check_pool
 
-pytestmark = pytest.mark.engine
-
 LAYERS, HEADS, LANE_BLOCK = 8, 4, 64  # of `random_model`, with blocks of 16 tokens
 WINDOW, SINKS, ALPHA = 8, 4, 0.25
 MAX_TOKENS = 12

@@ -26,8 +26,6 @@ from tests.engine.failing import (
 from tests.engine.support import Start, greedy, random_prompts
 from tests.plumbing.server import serving
 
-pytestmark = pytest.mark.engine
-
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 1024}
 
 

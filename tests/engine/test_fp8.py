@@ -36,8 +36,6 @@ from tests.engine.support import (
 from tests.engine.test_right_tokens import check
 from vllm_pyramid.compat.cache_specs import scales_of
 
-pytestmark = pytest.mark.engine
-
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 

@@ -31,8 +31,6 @@ from tests.plumbing.children import Child
 from tests.plumbing.children import greedy as plain_greedy
 from vllm_pyramid.kv_cache import host_cache
 
-pytestmark = pytest.mark.engine
-
 BLOCK, LAYERS, LONGEST, WINDOW = 16, 4, 1024, 8
 KILLED = Path(__file__).parents[1] / "plumbing/killed.py"
 # One sequence of the greatest length, and the null block.

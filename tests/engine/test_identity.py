@@ -11,8 +11,6 @@ import torch
 
 from tests.engine.support import Engine, Outcome, Start, greedy, is_cpu_build, random_prompts
 
-pytestmark = pytest.mark.engine
-
 BATCHES = (1, 7, 40)
 # Small enough that long prompts come in chunks, mixed with others' decode steps. A hit would make
 # the same prompt's chunks others, and another chunk rounds otherwise.

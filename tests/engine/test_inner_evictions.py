@@ -11,8 +11,6 @@ import torch
 from tests.engine.support import Start, greedy, random_prompts
 from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer
 
-pytestmark = pytest.mark.engine
-
 
 def test_a_scorer_inside_gets_the_rotary_embedding(
     tiny: Start, monkeypatch: pytest.MonkeyPatch

@@ -13,8 +13,6 @@ from tests.engine.oracles import check_log_probabilities
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import EnginePool, Job, Models, Outcome, Start, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 LAYERS, KV_HEADS, HEADS, HEAD_SIZE = 8, 4, 8, 32  # of `random_model`
 PLENTY = 4096  # more keys than any sequence here has
 # Long prompts come in chunks, mixed with others' decode steps; always the same ones, bit for bit.

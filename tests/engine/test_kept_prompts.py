@@ -23,8 +23,6 @@ from tests.engine.support import (
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.r_kv.worker import RecentScores
 
-pytestmark = pytest.mark.engine
-
 BLOCK, BUDGET, INTERVAL, PROMPT, ANSWER = 16, 24, 16, 300, 96
 # The first eviction at which a block goes: 48 generated tokens, of which 24 are to stay.
 EXACT = 48

@@ -17,8 +17,6 @@ from tests.engine.paged_paper import PagedModel, pages_read
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import Engine, EnginePool, Job, Models, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 RANK, MAX_TOKENS = 8, 8
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

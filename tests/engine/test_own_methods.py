@@ -13,8 +13,6 @@ import pytest
 
 from tests.engine.support import Start, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 MODULE = """
 import torch
 

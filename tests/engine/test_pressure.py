@@ -23,8 +23,6 @@ from tests.engine.support import (
 from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.worker.late_evictions import _lost
 
-pytestmark = pytest.mark.engine
-
 LENGTHS = (300, 77, 512, 170)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -13,8 +13,6 @@ from tests.engine.beside import BLOCK, BUDGET, SETTINGS, WHOLE, WINDOW, check_de
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import EnginePool, Job, Models, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 MAX_TOKENS = 8
 
 

@@ -14,8 +14,6 @@ from tests.engine.families import make_family
 from tests.engine.support import EnginePool, Models, Start, greedy
 from vllm_pyramid.policy.served_settings import ServedSettings
 
-pytestmark = pytest.mark.engine
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 OWN_PAGES = {
     "kv_policy": "select",

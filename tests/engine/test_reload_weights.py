@@ -14,8 +14,6 @@ from tests.engine.beside import BUDGET, WINDOW
 from tests.engine.models import write_model
 from tests.engine.support import Engine, EnginePool, Job, Models, Outcome, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_nothing_of_old_weights_is_found(

@@ -27,8 +27,6 @@ from tests.engine.support import (
     random_prompts,
 )
 
-pytestmark = pytest.mark.engine
-
 BLOCK, ANSWER = 16, 40
 # Tokens of what a user says in each turn; one is too short for an eviction of its own.
 SAID = [300, 150, 20, 90]

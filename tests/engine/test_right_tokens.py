@@ -33,8 +33,6 @@ from tests.engine.support import (
     random_prompts,
 )
 
-pytestmark = pytest.mark.engine
-
 BLOCK = 16
 MAX_TOKENS = 12
 

@@ -30,8 +30,6 @@ from tests.engine.support import (
 from vllm_pyramid.methods.pages.reads import PageReads
 from vllm_pyramid.policy import load_policy
 
-pytestmark = pytest.mark.engine
-
 MODEL, LAYERS, HEADS, KV_HEADS = "qwen3", 4, 4, 2
 N, DENSE, SINKS, RECENT = 16, 1, 1, 2  # of a block; layers; pages
 BUDGET = 6  # pages

@@ -25,8 +25,6 @@ from tests.engine.support import (
     is_cpu_build,
 )
 
-pytestmark = pytest.mark.engine
-
 SPECULATION = {
     "method": "ngram",
     "num_speculative_tokens": 3,

@@ -29,8 +29,6 @@ from tests.engine.support import (
 from vllm_pyramid.policy.policy import TRACE_WINDOW
 from vllm_pyramid.step.trace_files import read_kept
 
-pytestmark = pytest.mark.engine
-
 LAYERS, HEADS, LANE_BLOCK = 8, 4, 64  # of `random_model`, with blocks of 16 tokens
 SINKS, RECENT = 16, 40
 MAX_TOKENS = 12

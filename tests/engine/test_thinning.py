@@ -27,8 +27,6 @@ from tests.engine.thinned_paper import Run, Settings, ThinnedModel
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.thinning.kernels import cpu
 
-pytestmark = pytest.mark.engine
-
 BLOCK = 16
 PIECE = 128
 MAX_TOKENS = 10

@@ -12,8 +12,6 @@ import torch
 
 from tests.engine.support import EnginePool, Job, Models, greedy, is_cpu_build, random_prompts
 
-pytestmark = pytest.mark.engine
-
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,

@@ -29,8 +29,6 @@ from vllm_pyramid.frontend.chat_template import (
 from vllm_pyramid.policy.limits import MAX_SPANS
 from vllm_pyramid.policy.served_settings import ServedSettings
 
-pytestmark = pytest.mark.cpu
-
 CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
     "{% for one in documents or [] %}{{ one.title }}: {{ one.text }}\n{% endfor %}"

@@ -26,8 +26,6 @@ from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import OF_REQUESTS, Feature, refuse
 
-pytestmark = pytest.mark.cpu
-
 WINDOWS = MistralConfig(num_hidden_layers=2, sliding_window=64)
 STATES = transformers.FalconH1Config(num_hidden_layers=2)
 

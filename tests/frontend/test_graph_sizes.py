@@ -16,8 +16,6 @@ from vllm_pyramid.frontend.entry import PolicyConfig
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.version import __version__
 
-pytestmark = pytest.mark.cpu
-
 STOCK = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's, for 256 requests and more
 
 

@@ -16,8 +16,6 @@ from vllm_pyramid.frontend.cache_shape import CacheShape, OtherLayers
 from vllm_pyramid.frontend.layer_kinds import CHUNKED, SLIDING, STATE, has_other_layers, has_states
 from vllm_pyramid.frontend.model_shape import shape_of_model, state_block_size
 
-pytestmark = pytest.mark.cpu
-
 KINDS = {"sliding": SLIDING, "chunked": CHUNKED}
 
 

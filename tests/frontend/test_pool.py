@@ -15,8 +15,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.request import check_request
 
-pytestmark = pytest.mark.cpu
-
 
 def config(stages: int = 1) -> Any:
     """A model of 5 layers with 4 KV heads."""

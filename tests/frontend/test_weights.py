@@ -16,7 +16,6 @@ import torch
 from lab.cost.model import step_parameters
 from vllm_pyramid.tools.bench.shapes import SHAPES, write_model
 
-pytestmark = pytest.mark.cpu
 SMALL = SHAPES["small"]
 GIB = 2**30
 

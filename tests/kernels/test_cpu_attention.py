@@ -15,8 +15,6 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.records import Softmax
 
-pytestmark = pytest.mark.cpu
-
 # One token, a short chunk, a prompt of several tiles of keys, a split context, nothing to do.
 LENS = [1, 37, 300, 700, 20]
 QUERY_LENS = [1, 5, 300, 1, 0]

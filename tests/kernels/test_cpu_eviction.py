@@ -17,8 +17,6 @@ from tests.kernels.arguments import check_no_requests, head_sinks, take_reductio
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax
 
-pytestmark = pytest.mark.cpu
-
 
 def scores_of(module: Any, batch: Any, window: int, **options: Any) -> torch.Tensor:
     prompts = batch.windows(window, options.pop("max_prompt_len", None))

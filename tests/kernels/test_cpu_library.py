@@ -19,8 +19,6 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
 
-pytestmark = pytest.mark.cpu
-
 REFERENCES = [(*found, True) for found in contracts_of(reference)]
 FUNCTIONS = [*((*found, False) for found in contracts_of(cpu)), *REFERENCES]
 

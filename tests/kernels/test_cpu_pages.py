@@ -25,8 +25,6 @@ from vllm_pyramid.methods.pages.kernels.records import (
     PageSelection,
 )
 
-pytestmark = pytest.mark.cpu
-
 # Drafts, a hidden part of a page, a request that sees one page, a window of AMX's tiles, splits.
 LENS = [1, 300, 64, 700, 1500, 20]
 QUERY_LENS = [1, 5, 1, 2, 1, 1]

@@ -14,8 +14,6 @@ from vllm_pyramid.kernels.cpu import checks as cpu_checks
 from vllm_pyramid.kernels.cpu import library as cpu_library
 from vllm_pyramid.kernels.cpu import structs as cpu_records
 
-pytestmark = pytest.mark.cpu
-
 HEADER = Path(__file__).parents[2] / "csrc" / "cpu" / "abi.h"
 
 

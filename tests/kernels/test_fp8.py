@@ -16,8 +16,6 @@ from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
-pytestmark = pytest.mark.cpu
-
 KEY_SCALE, VALUE_SCALE = 0.37, 2.5
 LENS, QUERY_LENS, SKIPS = [1, 37, 300, 700, 20], [1, 5, 300, 1, 0], [0, 11, 0, 160, 0]
 

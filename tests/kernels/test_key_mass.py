@@ -16,8 +16,6 @@ from tests.kernels.conftest import STALE_BLOCK
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Softmax
 
-pytestmark = pytest.mark.cpu
-
 LENS = [1, 37, 300, 700, 20]
 QUERY_LENS = [1, 5, 90, 1, 0]
 

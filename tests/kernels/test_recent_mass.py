@@ -13,8 +13,6 @@ from tests.kernels.arguments import head_sinks, take_softmax
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
-pytestmark = pytest.mark.cpu
-
 LENS = [9, 41, 300, 700]
 QUERY_LENS = [9, 30, 250, 500]
 RECENTS = [1, 6, 64, 137]

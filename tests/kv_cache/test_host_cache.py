@@ -12,8 +12,6 @@ from vllm_pyramid.compat.side_channel import TIER, read_messages
 from vllm_pyramid.kv_cache.bundles import BlockBundle
 from vllm_pyramid.kv_cache.host_cache import HostCache
 
-pytestmark = pytest.mark.cpu
-
 
 def named(name: str) -> BlockHash:
     return BlockHash(name.encode())

@@ -30,8 +30,6 @@ from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.worker import file_writer
 from vllm_pyramid.worker.host_pool import HostPool
 
-pytestmark = pytest.mark.cpu
-
 NAME, OTHER = BlockHash(bytes(range(32))), BlockHash(bytes(range(32, 0, -1)))
 
 

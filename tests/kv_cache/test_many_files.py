@@ -15,8 +15,6 @@ from vllm_pyramid.compat.side_channel import HostFill
 from vllm_pyramid.kv_cache import host_cache, host_files, old_files
 from vllm_pyramid.step.hooks import HostMemory
 
-pytestmark = pytest.mark.cpu
-
 
 def _with_files(folder: Path, names: list[BlockHash]) -> Server:
     """An engine that has written a file for each bundle."""

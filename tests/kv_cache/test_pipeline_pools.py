@@ -29,8 +29,6 @@ from vllm_pyramid.step.failures import METHOD, SCORES, Failure, Failures
 from vllm_pyramid.worker import pipeline_sync as worker_stages
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
-pytestmark = pytest.mark.cpu
-
 AVERAGING_WINDOW = 64 << 20  # bytes that each worker has for its cache
 
 

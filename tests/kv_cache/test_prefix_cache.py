@@ -16,8 +16,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("policy", "budget", "tokens", "shareable", "reusable"),

@@ -22,8 +22,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 
-pytestmark = pytest.mark.cpu
-
 
 def _pair(num_blocks: int = 400, *, late: bool = False, **changes: Any) -> Pair:
     values = {"max_model_len": 384, "max_num_batched_tokens": 96, "budget": 24}

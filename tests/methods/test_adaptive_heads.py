@@ -29,8 +29,6 @@ from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.policy.selectors import Selector
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
-
 SINKS, WINDOW = 2, 3
 
 

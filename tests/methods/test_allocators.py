@@ -15,8 +15,6 @@ from vllm_pyramid.methods.curves import SharesAllocator, UniformAllocator, share
 from vllm_pyramid.policy.allocator import Allocator, CurveAllocator, Reals, round_to_sum
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 
-pytestmark = pytest.mark.cpu
-
 CURVES = {
     kind for kind, cls in built_in_kinds(Allocator).items() if issubclass(cls, CurveAllocator)
 }

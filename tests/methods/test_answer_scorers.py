@@ -22,8 +22,6 @@ from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.rotary import Rotary
 
-pytestmark = pytest.mark.cpu
-
 
 def _windows_importance(data: MadeUp, head: int) -> list[float]:
     """Of R-KV: what the window gives the keys before it, by the largest logit of a group."""

@@ -19,8 +19,6 @@ from vllm_pyramid.methods.host_values.worker import HostValueCache
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step import Step, WorkerRequest
 
-pytestmark = pytest.mark.cpu
-
 GIB, PAGE, LAYERS = 2**30, 2**20, 4
 
 

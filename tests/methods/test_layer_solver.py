@@ -28,8 +28,6 @@ from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 LAYERS, KV_HEADS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 4, 16, 8
 SCALE = HEAD_SIZE**-0.5
 

@@ -26,8 +26,6 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.rotary import Rotary
 
-pytestmark = pytest.mark.cpu
-
 BLOCK, KV_HEADS, HEADS, SIZE = 16, 2, 6, 32
 LENS = [70, 300, 49, 128]
 BACK_ENDS = pytest.mark.parametrize("ops", [shared_reference, shared_cpu], ids=["torch", "cpu"])

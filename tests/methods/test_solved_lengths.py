@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.methods.solved.worker import best_lengths, least_lengths, sum_of_heads
 
-pytestmark = pytest.mark.cpu
-
 CLOSE = 1e-9
 
 

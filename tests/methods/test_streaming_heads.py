@@ -28,8 +28,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import check_request
 
-pytestmark = pytest.mark.cpu
-
 LAYERS, HEADS, BLOCK = 32, 8, 16  # Llama-3.1-8B's, and vLLM's block
 MASK = [[0.9, 0.1], [0.4, 0.8], [0.2, 0.3]]
 

@@ -13,8 +13,6 @@ from vllm_pyramid.methods.thinning import engine
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.tools.demo import model_path
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("piece_tokens", "given", "tokens"),

@@ -18,8 +18,6 @@ from vllm_pyramid.methods.thinning.worker import Thinner
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 
-pytestmark = pytest.mark.cpu
-
 ARGS = st.fixed_dictionaries(
     {
         "decay_curve": st.sampled_from(["cosine", "linear"]),

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.plan import Budget
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("given_value", "value"),

@@ -18,8 +18,6 @@ from vllm_pyramid.methods.thinning import DecayAllocator
 from vllm_pyramid.plan import Budget, DeferredPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy, policy_names
 
-pytestmark = pytest.mark.cpu
-
 PRESETS = {name: load_policy(name) for name in policy_names()}
 PYRAMIDS = [
     load_policy("pyramidkv", None, {"fill_blocks": fill, "sinks": sinks})

@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +16,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
-
-pytestmark = pytest.mark.cpu
 
 LAYERS = 5
 

@@ -23,8 +23,6 @@ from vllm_pyramid.policy.capabilities import (
 )
 from vllm_pyramid.policy.request import TOGETHER
 
-pytestmark = pytest.mark.cpu
-
 F = Feature
 OWN_PAGES = {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}}
 HOST = {"values": "host"}

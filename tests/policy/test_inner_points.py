@@ -20,8 +20,6 @@ from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = 5
 
 

@@ -29,8 +29,6 @@ from vllm_pyramid.policy.kept_spans import (
 )
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, for_request
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = 5
 BOUNDS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=6)
 

@@ -15,8 +15,6 @@ from vllm_pyramid.policy.overrides import OVERRIDES, Layers, RequestOverrides, p
 from vllm_pyramid.policy.request import TEMPLATE_KEY, resolve, with_template
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS, RequestKeys
 
-pytestmark = pytest.mark.cpu
-
 GIVEN: dict[str, Any] = {
     "kv_policy": "full",
     "kv_budget": 64,

@@ -16,8 +16,6 @@ from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.probe import probe
 
-pytestmark = pytest.mark.cpu
-
 DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
 
 

@@ -28,8 +28,6 @@ from vllm_pyramid.policy.request import check_request, for_request
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 MOST_MS = 2.0
 TURNS, MOST_CALLS = 116, 40  # to plan one more turn of that many
 PROMPT = 60_000  # a body of 64 KB has hardly more

@@ -15,8 +15,6 @@ from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
 from vllm_pyramid.policy.request import TEMPLATE_KEY
 
-pytestmark = pytest.mark.cpu
-
 LIMITS = (("kv_request_overrides", "budget"), ("kv_max_request_budget", "50%"))
 
 

@@ -19,8 +19,6 @@ from vllm_pyramid.compat.side_channel import (
     take_policy_stats,
 )
 
-pytestmark = pytest.mark.cpu
-
 SYNC = Setup()
 ASYNC = Setup(asynchronous=True)
 

@@ -16,8 +16,6 @@ from tests.scheduler.harness import Setup
 from tests.scheduler.jobs import SMALL, Job, exact_request
 from vllm_pyramid.scheduler.admission import RECHECK_STEPS, UNBOUNDED
 
-pytestmark = pytest.mark.cpu
-
 # Nobody gives anything back, so a prefix is shared to the end.
 WHOLE = replace(SMALL, budget="100%", prefix_caching=True)
 # Only prompts that are processed share anything.

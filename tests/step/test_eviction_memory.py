@@ -33,8 +33,6 @@ from vllm_pyramid.step.eviction_memory import (
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
-
 BLOCK, KV_HEADS, HEADS, SIZE = 16, 2, 4, 16
 
 

@@ -18,8 +18,6 @@ from vllm_pyramid.policy.selectors import Selector
 from vllm_pyramid.step.probe import probe
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
-
 
 class Returning(Scorer):
     """Scores as a test says."""

@@ -17,8 +17,6 @@ from vllm_pyramid.tools import calibrate
 from vllm_pyramid.tools.calibrate import collect, policy_text, read_prompts
 from vllm_pyramid.tools.cli import main
 
-pytestmark = pytest.mark.cpu
-
 REPORTS: list[dict[str, Any]] = [
     {"solved_tokens": [18, 38, 8, 28]},  # 10, 30, 0, 20 beyond the window of 8
     {"kept_tokens": [9, 9, 9, 9]},  # shorter than the budget

@@ -11,8 +11,6 @@ import pytest
 
 from vllm_pyramid.tools.child_process import Child
 
-pytestmark = pytest.mark.cpu
-
 # Says what memory PyTorch asks the kernel for: a tensor is made, then looked up in the mappings.
 CODE = """
 import json, re, sys, torch

@@ -12,8 +12,6 @@ import pytest
 from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.tools.cli import main
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:

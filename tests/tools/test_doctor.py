@@ -15,8 +15,6 @@ from vllm_pyramid.kernels.cpu import library
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.doctor import checks as doctor
 
-pytestmark = pytest.mark.cpu
-
 
 def of_section(findings: list[doctor.Finding], section: str) -> dict[str, doctor.Finding]:
     return {finding.name: finding for finding in findings if finding.section == section}

@@ -25,8 +25,6 @@ from vllm_pyramid.transfer.folder import FolderTransport
 from vllm_pyramid.transfer.states import BlockOrder, State, Ticket, TransferOrders
 from vllm_pyramid.transfer.workers import WorkerTransfers
 
-pytestmark = pytest.mark.cpu
-
 BLOCKS, PAGE = 12, 64
 STATE = State(Ticket("0123456789abcdef" * 2), "namespace", "key")
 

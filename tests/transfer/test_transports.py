@@ -25,8 +25,6 @@ from vllm_pyramid.transfer.states import Ticket
 from vllm_pyramid.transfer.tcp import TcpTransport
 from vllm_pyramid.transfer.transport import Transport, make_transport
 
-pytestmark = pytest.mark.cpu
-
 STATE = "0123456789abcdef" * 2
 HEAD, PART = f"{STATE}.head", f"{STATE}.0"
 PIECES = [memoryview(b"one"), memoryview(bytes(100_000)), memoryview(b"two")]

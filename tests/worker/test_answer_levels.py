@@ -22,8 +22,6 @@ from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.worker import answer_levels
 from vllm_pyramid.worker.answer_levels import AnswerLevels
 
-pytestmark = pytest.mark.cpu
-
 EVERY, WINDOW = 20, 8
 PROMPTS = {"a": 70, "b": 45, "c": 101}
 START = [{"a": 70, "b": 20}, {"a": 1, "b": 25, "c": 101}]

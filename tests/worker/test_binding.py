@@ -32,8 +32,6 @@ from vllm_pyramid.worker.adapter_v1 import TablesV1
 from vllm_pyramid.worker.adapter_v2 import MetadataBuilding, TablesV2
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
-pytestmark = pytest.mark.cpu
-
 NAMES = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
 ROWS, WIDTH = 3, 8
 

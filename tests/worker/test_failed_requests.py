@@ -25,8 +25,6 @@ from vllm_pyramid.step.step import WorkerRequest
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 # Some look at no key, so a key that is NaN is nothing to their scores; others compare and count, so
 # their scores are numbers whatever the keys are.
 EVICTING = [p for p in policies() if p.evicts]

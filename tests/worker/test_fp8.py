@@ -15,8 +15,6 @@ from vllm_pyramid.attention import backend_cpu
 from vllm_pyramid.compat.backend_names import CPU_BACKEND
 from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
 
-pytestmark = pytest.mark.cpu
-
 
 def layer(key_scale: float, value_scale: float) -> Any:
     return SimpleNamespace(_k_scale_float=key_scale, _v_scale_float=value_scale)

@@ -19,8 +19,6 @@ from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.worker import gpu_worker
 from vllm_pyramid.worker.gpu_worker import PyramidGpuWorker
 
-pytestmark = pytest.mark.cpu
-
 
 class Memory:
     def __init__(self, calls: list[str]) -> None:

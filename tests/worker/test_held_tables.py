@@ -24,8 +24,6 @@ from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.adapter_v2 import AdapterV2
 from vllm_pyramid.worker.step_tables import StepTables
 
-pytestmark = pytest.mark.cpu
-
 ROWS, WIDTH, BLOCK = 4, 6, 16
 # KV cache groups: a window, two layers that evict, and one of another pipeline stage.
 GROUPS = [["window"], ["a"], [], ["b"]]

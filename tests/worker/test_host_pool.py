@@ -35,8 +35,6 @@ from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.file_writer import Ring
 from vllm_pyramid.worker.host_pool import HostPool, waiting_bytes
 
-pytestmark = pytest.mark.cpu
-
 LAYERS, BLOCKS, SLOTS = 3, 12, 4
 
 

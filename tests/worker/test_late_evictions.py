@@ -17,8 +17,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step import eviction_memory
 from vllm_pyramid.worker.late_evictions import LateEvictions
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = {"a": 90, "b": 85, "c": 130, "d": 9}
 STEPS = [{"a": 30, "b": 85, "d": 9}, {"a": 60, "c": 130, "d": 1}]
 # A request, and the level to which it is ordered.

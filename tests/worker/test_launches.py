@@ -35,8 +35,6 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.worker.answer_levels import AnswerLevels
 from vllm_pyramid.worker.late_evictions import LateEvictions
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = 32
 # Of each function of the Triton back end (tests/kernels/triton_matrix/check_launch.py,
 # tests/methods/test_observed_expected.py).

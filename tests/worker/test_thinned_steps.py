@@ -33,8 +33,6 @@ from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.adapter_v1 import AdapterV1
 from vllm_pyramid.worker.adapter_v2 import AdapterV2, GraphDispatch
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = {"a": 70, "b": 45, "c": 101}
 
 

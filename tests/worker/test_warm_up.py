@@ -23,8 +23,6 @@ from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
-pytestmark = pytest.mark.cpu
-
 KERNELS = {
     "gather_tables": triton_tables.gather_tables,
     "lane_rows": triton_lanes.lane_rows,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
 GIB = 2**30
 # Variables that an engine with a policy chooses for its processes.
 # What another test's engine may have decided (`frontend/weights.py`).

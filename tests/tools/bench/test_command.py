@@ -19,8 +19,6 @@ from vllm_pyramid.tools.bench.shapes import SHAPES, shape_of_config, write_model
 from vllm_pyramid.tools.child_process import ChildError
 from vllm_pyramid.tools.cli import main
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),

@@ -17,8 +17,6 @@ from vllm_pyramid.tools.eval.engine import Work
 from vllm_pyramid.tools.eval.haystack import topics
 from vllm_pyramid.tools.eval.result import EvictionReport, Result
 
-pytestmark = pytest.mark.cpu
-
 RESULT = Result(
     text="no[i]se\x1b with a control character",
     eviction=EvictionReport(

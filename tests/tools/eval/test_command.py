@@ -15,8 +15,6 @@ from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.eval import engine
 from vllm_pyramid.tools.eval.result import EvictionReport, Reference, Result
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = [[7, 8, 9, 10], [1, 2, 3]]
 
 

@@ -16,8 +16,6 @@ from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.top.frame import frame
 from vllm_pyramid.tools.top.samples import PARTS, POLICY, SIMPLE, Reading, parse
 
-pytestmark = pytest.mark.cpu
-
 # Three requests to `vllm serve` with `pyramidkv` and a budget of 64 on the built-in model.
 RECORDED = (Path(__file__).parent / "recorded_metrics.txt").read_text(encoding="utf-8")
 
