@@ -32,9 +32,7 @@ def forget() -> Any:
 
 
 @pytest.mark.parametrize("found", [None, "vllm.platforms.cuda.CudaPlatform"])
-def test_engines_are_skipped_where_vllm_finds_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, found: str | None
-) -> None:
+def test_engines_are_skipped_where_vllm_finds_a_gpu(monkeypatch, found) -> None:
     monkeypatch.setitem(platforms.builtin_platform_plugins, "cuda", lambda: found)
     item: Any = Item("engine")
     if found is None:

@@ -51,9 +51,7 @@ class Item:
         (("engine",), 16.0, False, "took 16.0 s; a test marked engine has 15 s"),
     ],
 )
-def test_a_slow_test_is_found(
-    marks: tuple[str, ...], seconds: float, imports: bool, over: str | None
-) -> None:
+def test_a_slow_test_is_found(marks, seconds, imports, over) -> None:
     item: Any = Item(*marks)
     assert Budgets().judge(item, seconds, imports=imports) == over
     assert Budgets(scale=10).judge(item, seconds, imports=imports) is None

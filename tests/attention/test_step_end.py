@@ -76,9 +76,7 @@ def _run(
         if what == "plain" or not (policy.heads.splits or policy.chunk.tokens)
     ],
 )
-def test_the_cache_is_that_of_layers_one_by_one(
-    policy: Policy, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_that_of_layers_one_by_one(policy, what, monkeypatch) -> None:
     asked = {what: True} if what != "plain" else {}
     alone = _run(policy, Host(), monkeypatch, at_step_end=False, **asked)
     together = _run(policy, Host(), monkeypatch, at_step_end=True, **asked)
@@ -92,9 +90,7 @@ def test_the_cache_is_that_of_layers_one_by_one(
     assert torch.equal(alone.cache, on_device.cache)
 
 
-def test_more_queries_than_may_wait_are_evicted_layer_by_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_queries_than_may_wait_are_evicted_layer_by_layer(monkeypatch) -> None:
     policy = load_policy("snapkv", "40", args={"window": 16})
     alone = _run(policy, Host(), monkeypatch, at_step_end=False)
     monkeypatch.setattr(step_end, "QUERIES_BYTES", 1)  # one request's wait

@@ -89,9 +89,7 @@ def known(key: Any) -> str:
         {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_report_cached": False},
     ],
 )
-def test_policies_and_budgets_share_what_is_compiled(
-    key: Any, known: str, settings: dict[str, Any]
-) -> None:
+def test_policies_and_budgets_share_what_is_compiled(key, known, settings) -> None:
     assert key(**settings) == known
 
 

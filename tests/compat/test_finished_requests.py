@@ -6,7 +6,6 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
@@ -59,9 +58,7 @@ class FrontEnd:
         return report
 
 
-def test_two_requests_of_one_client_id_count_for_their_own_applications(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_requests_of_one_client_id_count_for_their_own_applications(monkeypatch) -> None:
     known, _ = shadow()
     finished_requests.install(known)
     queued: list[tuple[Any, Any]] = []

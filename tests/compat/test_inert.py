@@ -20,9 +20,7 @@ OURS = "KV policy (vllm-pyramid):"
 
 
 @pytest.fixture(scope="module")
-def looks(
-    random_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def looks(random_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """A process with the package and one without; what they print is added as `log`."""
     from vllm_pyramid.compat.versions import runs_without_plugins
 

@@ -134,9 +134,7 @@ def test_a_prefix_comes_back_to_the_byte(tiny: Start, traces: Path, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["spread", "box of an evicted fp8 cache"])
-def test_a_prefix_comes_back_with_its_summaries(
-    tiny: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_prefix_comes_back_with_its_summaries(tiny, tmp_path, monkeypatch, kind) -> None:
     """Tokens behind it read the same pages, whether it was found on the device, host or disk."""
     attend = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
     own: dict[str, Any] = {"kv_policy": "select", "dtype": "float32"}

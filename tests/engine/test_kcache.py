@@ -67,9 +67,7 @@ def _assert_tokens_of(model: TopNModel, outcomes: list[Outcome]) -> None:
         check_log_probabilities(logprobs, outcome, 2e-4)
 
 
-def test_few_keys_give_the_tokens_of_an_independent_implementation(
-    demo: Start, random_model: Path
-) -> None:
+def test_few_keys_give_the_tokens_of_an_independent_implementation(demo, random_model) -> None:
     model = TopNModel(str(random_model))
     engine = demo(**KCACHE)
     model.device_layers, model.top_n = 1, 24

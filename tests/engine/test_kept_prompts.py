@@ -15,7 +15,6 @@ from tests.engine.support import (
     Engine,
     Job,
     Models,
-    Start,
     assert_same_tokens,
     greedy,
     random_prompts,
@@ -36,9 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(params=["r-kv", "triattention", "h2o"])
-def engine(
-    request: pytest.FixtureRequest, tiny: Start, tmp_path_factory: pytest.TempPathFactory
-) -> Engine:
+def engine(request, tiny, tmp_path_factory) -> Engine:
     args: dict[str, Any] = {"interval": INTERVAL, "schedule.prompt": "keep"}
     if request.param != "h2o":
         args["window"] = 8

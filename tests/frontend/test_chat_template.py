@@ -241,9 +241,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("messages", "fails", "why"), CASES)
-def test_what_cannot_be_marked_is_served(
-    messages: list[Any], fails: Any, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_marked_is_served(messages, fails, why, monkeypatch) -> None:
     """Without spans by default; `--kv-keep` refuses it."""
     settings = SimpleNamespace(keep_template=None, keep_tools=True)
     monkeypatch.setattr(ServedSettings, "of", lambda config: settings)

@@ -146,9 +146,7 @@ RELEASED: list[tuple[str, dict[str, Any], Any, Any, Any]] = [
     RELEASED,
     ids=[f"{name}-{len(options)}" for name, options, *_ in RELEASED],
 )
-def test_configurations_as_released(
-    name: str, options: dict[str, Any], layers: Any, heads: Any, beside: Any, tmp_path: Path
-) -> None:
+def test_configurations_as_released(name, options, layers, heads, beside, tmp_path) -> None:
     getattr(transformers, name)(**options).save_pretrained(tmp_path)
     shape, _ = shape_of_model(str(tmp_path), "bfloat16")
     assert shape.layers == layers

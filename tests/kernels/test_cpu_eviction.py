@@ -216,9 +216,7 @@ def test_select_many_threads(two_threads) -> None:
     st.sampled_from([(16, 64), (8, 128), (16, 24), (16, 512)]),
     st.booleans(),
 )
-def test_compact_moves_bits(
-    arguments: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int], planes: bool
-) -> None:
+def test_compact_moves_bits(arguments, dtype, shape, planes) -> None:
     kept = reference.select(**arguments)
     requests, heads = kept.shape[:2]
     block_size, head_size = shape

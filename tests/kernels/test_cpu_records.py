@@ -61,9 +61,7 @@ def test_a_definition_in_cpp_is_read() -> None:
         ("PyrUnknown", SELECT, ""),
     ],
 )
-def test_another_record_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, fields: list[Any], message: str
-) -> None:
+def test_another_record_is_an_error(monkeypatch, name, fields, message) -> None:
     """Refuse two fields of one size in another order, too, which no size tells apart."""
     others = [kept for kept in cpu_records.RECORDS if kept.__name__ != name]
     changed = type(name, (ctypes.Structure,), {"_fields_": fields})

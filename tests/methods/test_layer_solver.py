@@ -248,9 +248,7 @@ def test_a_layer_left_out_is_a_bug() -> None:
 
 
 @pytest.mark.parametrize("failing", ["measures", "allocate"])
-def test_a_request_that_cannot_be_solved_fails_alone(
-    failing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_cannot_be_solved_fails_alone(failing, monkeypatch) -> None:
     """Solve prompts of similar length together: one of them fails, the other keeps its lengths."""
     alone = Step(POLICIES["xkv"], [90])
     alone.run(reference)

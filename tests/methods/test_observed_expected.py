@@ -143,9 +143,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("expected", [0.25, 0.0])
-def test_triton_launches_as_much_for_many_requests_as_for_one(
-    monkeypatch: pytest.MonkeyPatch, expected: float
-) -> None:
+def test_triton_launches_as_much_for_many_requests_as_for_one(monkeypatch, expected) -> None:
     """Nothing else runs on the device but an upload of positions, and nothing is read back."""
     launched: list[str] = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: launched.append(self.__name__))

@@ -54,9 +54,7 @@ HOST = {"values": "host"}
         ("adakv", {}, {F.DRAFTS}, "lengths that are solved"),
     ],
 )  # fmt: skip
-def test_what_a_part_refuses(
-    name: str, args: dict[str, Any], features: set[Feature], reason: str
-) -> None:
+def test_what_a_part_refuses(name, args, features, reason) -> None:
     """All features of a row have to be in use."""
     policy = load_policy(name, None, args)
     with pytest.raises(ValueError, match=f"^policy '{name}' (?=.* does not work ).*{reason}"):

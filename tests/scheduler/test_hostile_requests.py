@@ -176,9 +176,7 @@ def honest(scheduler: PyramidScheduler) -> Costs:
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *ACCEPTED])
-def test_a_hostile_request_costs_what_its_tokens_cost(
-    scheduler: PyramidScheduler, honest: Costs, name: str
-) -> None:
+def test_a_hostile_request_costs_what_its_tokens_cost(scheduler, honest, name) -> None:
     body = {**REFUSED, **ACCEPTED}[name]
     if "huge" not in name and "4,000" not in name:  # numbers that JSON in Python cannot write
         assert len(json.dumps(body(6))) < 65_536

@@ -125,9 +125,7 @@ def test_a_template_that_the_limit_leaves_out_is_reported() -> None:
 
 
 @pytest.mark.parametrize("reports_cached", [True, False])
-def test_bytes_that_a_cached_prefix_saves_are_reported_where_the_cache_is(
-    reports_cached: bool,
-) -> None:
+def test_bytes_that_a_cached_prefix_saves_are_reported_where_the_cache_is(reports_cached) -> None:
     engine = Engine(
         policy_args=(("window", 6), ("values", "host")),
         further=(("kv_report_cached", reports_cached),),

@@ -86,9 +86,7 @@ def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
 
 
 @pytest.mark.parametrize(("asynchronous", "stages"), [(False, ()), (True, ()), (False, (1, 2))])
-def test_more_requests_of_one_prefix_run_at_once(
-    asynchronous: bool, stages: tuple[int, ...]
-) -> None:
+def test_more_requests_of_one_prefix_run_at_once(asynchronous, stages) -> None:
     """12 of 20 blocks a layer are shared: 10 requests fit side by side, 4 if each counts all."""
     setup = replace(WHOLE, asynchronous=asynchronous, stages=stages)
     each = _run(setup, 48, each=True, tokens=16)

@@ -113,9 +113,7 @@ def test_errors_are_one_line_and_come_before_the_engine(
     assert re.search(message, captured.err), captured.err
 
 
-def test_the_command(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(capsys, tmp_path, monkeypatch) -> None:
     seen: list[Any] = []
 
     def solve(model: str, settings: Any, prompts: Any, engine_args: Any) -> Any:

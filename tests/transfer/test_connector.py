@@ -192,9 +192,7 @@ def share(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("theirs", "mine"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (8, 4), (4, 8)]
 )
-def test_ranks_of_other_numbers(
-    folder: FolderTransport, theirs: int, mine: int, tokens_first: bool, dtype: torch.dtype
-) -> None:
+def test_ranks_of_other_numbers(folder, theirs, mine, tokens_first, dtype) -> None:
     """Every rank gets its KV heads, wherever they are; 8 ranks hold each of 4 heads twice."""
     heads, tokens, size = 4, 8, 6
     generator = torch.Generator().manual_seed(0)

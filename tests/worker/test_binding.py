@@ -369,9 +369,7 @@ def test_traces_and_further_requests_take_more() -> None:
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "full"])
 @pytest.mark.parametrize("tables_class", [TablesV1, TablesV2])
-def test_tables_are_as_large_as_is_said(
-    monkeypatch: pytest.MonkeyPatch, policy: str, tables_class: Any
-) -> None:
+def test_tables_are_as_large_as_is_said(monkeypatch, policy, tables_class) -> None:
     """1,024 tokens are 64 entries of 4 bytes: once per layer and row, or twice."""
     monkeypatch.setattr(Runner, "tables_class", tables_class)
     tables = 3 * ROWS * 64 * 4
@@ -457,9 +455,7 @@ class _Builder(PyramidBuilderMixin, AttentionMetadataBuilder):  # type: ignore[t
         ),
     ],
 )
-def test_graphs_with_drafts_never_replay_a_step_that_evicts(
-    args: Any, drafts: int, support: Any
-) -> None:
+def test_graphs_with_drafts_never_replay_a_step_that_evicts(args, drafts, support) -> None:
     settings = KVSettings(kv_policy="streaming-llm", kv_policy_args=args).served()
     assert settings is not None
     data = replace(settings, num_drafts=drafts).as_data()

@@ -25,9 +25,7 @@ def attention(dtype: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "auto", "bfloat16"])
-def test_scales_are_those_of_the_layer_that_writes(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_scales_are_those_of_the_layer_that_writes(monkeypatch, dtype) -> None:
     layers = {"below": layer(0.5, 2.0)}
     context = SimpleNamespace(no_compile_layers=layers)
     monkeypatch.setattr(backend_cpu, "get_forward_context", lambda: context)

@@ -83,9 +83,7 @@ def test_tables_of_requests_are_on_the_host(memory: list[Any]) -> None:
     assert runner.runner_tables().held_on_host
 
 
-def test_tables_stay_where_no_memory_is_pinned(
-    monkeypatch: pytest.MonkeyPatch, memory: list[Any]
-) -> None:
+def test_tables_stay_where_no_memory_is_pinned(monkeypatch, memory) -> None:
     monkeypatch.setattr(held_tables, "is_uva_available", lambda: False)
     runner = make_runner()
     assert memory == [] and not runner.runner_tables().held_on_host

@@ -227,9 +227,7 @@ class _Kernels(Host):
         return launched
 
 
-def test_memory_of_a_layer_in_addition_to_the_forward_pass_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_a_layer_in_addition_to_the_forward_pass_is_counted(monkeypatch) -> None:
     """All that choosing and moving allocate, as if nothing of it were ever freed."""
     device = _Kernels()
     launch_tables(monkeypatch, device)

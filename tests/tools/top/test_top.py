@@ -108,9 +108,7 @@ def test_rates_between_frames_and_a_server_that_was_started_anew() -> None:
     assert "evictions/s" in lines[0]
 
 
-def test_several_servers_and_one_that_is_down(
-    server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_servers_and_one_that_is_down(server, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "170")
     assert main(["top", "--once", server]) == 0
     assert "13,200/16,383" in capsys.readouterr().out
