@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE, head_sinks
+from tests.kernels.arguments import head_sinks
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import functions as triton_ops
-
-pytestmark = WHERE
 
 # (KV heads, group, head size, dtype, window, reduction, pooling, kernel size, soft cap)
 SCORE_CASES = [
@@ -102,21 +100,6 @@ def test_log_sum_exp_of_the_prefill_saves_a_pass(make_paged, ints, sinks):
     transposed = lse.T.contiguous().T
     actual = triton_ops.window_scores(*arguments, log_sum_exp=transposed)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
-
-
-def test_scores_of_blocks_beyond_32_bit_offsets(far_pools, ints, device):
-    """Use offsets above 2**31 elements, where a 32-bit product would wrap."""
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(16, 2, 64, generator=generator).bfloat16().to(device)
-    lse = torch.randn(16, 2, generator=generator).to(device)
-    arguments = (ints([[2, 0, 1], [2, 1, 0]]), ints([8, 16]), ints([40, 33]))
-    batches = [WindowBatch(query, pool, *arguments, window=8) for pool in far_pools(3, 64)]
-    for known in (None, lse):
-        far, near = (
-            triton_ops.window_scores(batch, Softmax(0.125), Reduction(), log_sum_exp=known)
-            for batch in batches
-        )
-        assert torch.equal(far, near) and far[:, :, :25].min() > 0
 
 
 def make_scores(kind, shape, device):
