@@ -126,7 +126,7 @@ build-ext: $(STAMP)  ## Rebuild the C++ library in place.
 	$(PY) setup.py --quiet build_ext --inplace --force
 
 KERNEL_TESTS := $(addprefix tests/kernels/,test_cpu_attention.py test_cpu_eviction.py test_topn.py \
-  test_recent_mass.py test_key_mass.py test_cpu_observed_expected.py \
+  test_key_scores.py test_key_mass.py test_cpu_observed_expected.py \
   test_cpu_future_queries.py test_recall.py test_fp8.py)
 # Each instruction set of this processor, forced by the variable.
 test-isas: $(STAMP)  ## Tests of the C++ kernels on each instruction set in turn.

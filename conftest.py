@@ -20,6 +20,7 @@ from tests.plumbing.shards import shard_members
 from tests.plumbing.site.avx2_alone import pretend as pretend_avx2
 
 MARKS = ("cpu", "engine", "gpu")
+OF_ENGINES = ("tests/engine/", "tests/e2e/")
 # TEST_BUDGET_SCALE multiplies what a test may take: processors differ, and a shared one with AVX2
 # alone takes up to four times what the budgets assume. TEST_TIMES names a folder for what each
 # test took.
@@ -89,19 +90,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test has a mark: one without would silently not run in `make test`.
+    """A test without a mark gets `engine` in the folders of engines and servers, else `cpu`.
 
     Where pytest-xdist hands out whole files in this order, the long ones go first: the short ones
     then fill what is left of the time, and all workers end together.
     """
-    unmarked = [
-        item.nodeid for item in items if not any(item.get_closest_marker(mark) for mark in MARKS)
-    ]
-    if unmarked:
-        raise pytest.UsageError(
-            f"mark these tests with one of {', '.join(MARKS)}: {', '.join(unmarked)}"
-        )
     for item in items:
+        if not any(item.get_closest_marker(mark) for mark in MARKS):
+            item.add_marker("engine" if item.nodeid.startswith(OF_ENGINES) else "cpu")
         if item.nodeid.startswith("lab/"):
             item.add_marker(pytest.mark.slow)
     if shard := config.getoption("--shard"):

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PATH = "station/sensors.py"
 REPORT = {"prompt_tokens": 90, "kept_tokens": [40, 20], "kv_turns": [50, 90]}

@@ -15,8 +15,6 @@ from vllm import platforms
 
 import conftest
 
-pytestmark = pytest.mark.cpu
-
 
 class Item:
     def __init__(self, mark: str) -> None:
@@ -34,9 +32,7 @@ def forget() -> Any:
 
 
 @pytest.mark.parametrize("found", [None, "vllm.platforms.cuda.CudaPlatform"])
-def test_engines_are_skipped_where_vllm_finds_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, found: str | None
-) -> None:
+def test_engines_are_skipped_where_vllm_finds_a_gpu(monkeypatch, found) -> None:
     monkeypatch.setitem(platforms.builtin_platform_plugins, "cuda", lambda: found)
     item: Any = Item("engine")
     if found is None:
@@ -48,16 +44,13 @@ def test_engines_are_skipped_where_vllm_finds_a_gpu(
 
 
 DRAWING = """
-import pytest
 from hypothesis import given, strategies as st
 
-@pytest.mark.cpu
 @given(st.integers(0, 2**64))
 def test_draws(number):
     with open("drawn", "a") as file:
         print(number, file=file)
 
-@pytest.mark.cpu
 def test_seed(seed):
     assert not seed
 """
@@ -68,7 +61,7 @@ def _draw(folder: Path, *options: str) -> tuple[str, list[str]]:
     (folder / "test_drawing.py").write_text(DRAWING)
     (folder / "drawn").unlink(missing_ok=True)
     plugins = ("-p", "conftest", "-p", "no:cacheprovider")
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, *options, "test_drawing.py"]
+    command = [sys.executable, "-m", "pytest", "-qm", "cpu", *plugins, *options, "test_drawing.py"]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "CI": "true", "PYTHONPATH": paths}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -11,8 +11,6 @@ import pytest
 
 from vllm_pyramid.policy import load_presets
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 

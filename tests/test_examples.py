@@ -108,9 +108,7 @@ def test_the_example_is_the_page(tmp_path: Path) -> None:
     assert yaml.safe_load(shown) == yaml.safe_load(served)
 
 
-def test_server_client_and_trace(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_client_and_trace(random_model, tmp_path, monkeypatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     traces = tmp_path / "traces"

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 
@@ -135,9 +133,7 @@ def test_summary_of_the_numerics(script: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory_gib", [78.0, 139.8])
-def test_bench_stages_are_commands_that_the_bench_takes(
-    script: ModuleType, tmp_path: Path, memory_gib: float
-) -> None:
+def test_bench_stages_are_commands_that_the_bench_takes(script, tmp_path, memory_gib) -> None:
     """Parsed, planned and checked as the bench does it, up to the engines; they find room."""
     from vllm_pyramid.tools.bench.options import MEASURES, parse
     from vllm_pyramid.tools.bench.prepare import prepare
@@ -189,12 +185,7 @@ RESULTS = {
 }
 
 
-def test_all_of_it_on_a_device_that_is_not_there(
-    script: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_all_of_it_on_a_device_that_is_not_there(script, tmp_path, monkeypatch, capsys) -> None:
     """Each stage has a stand-in; one fails, one cannot start, and the others run all the same."""
     device = {
         "name": "Pretended",
@@ -282,9 +273,7 @@ LIKELY = {7: -1.0, 8: -1.04, 9: -3.0}
         ([5, 3], [{5: -1.0, 7: -1.0}, {3: 0.0}], "neither is likely to the other"),
     ],
 )
-def test_answers_agree_as_far_as_can_be_demanded(
-    monkeypatch: pytest.MonkeyPatch, other: list[int], likely: list[Any], says: str | None
-) -> None:
+def test_answers_agree_as_far_as_can_be_demanded(monkeypatch, other, likely, says) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     agreement = importlib.import_module("gpu_agreement").agreement
     mine = ([7, 9], [LIKELY, LIKELY])
@@ -298,9 +287,7 @@ def test_answers_agree_as_far_as_can_be_demanded(
     assert agreement([mine], [(other, likely)], 0.1, first=1).tokens == 1
 
 
-def test_stages_beside_each_other_and_alone(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_beside_each_other_and_alone(script, tmp_path, monkeypatch) -> None:
     """Two wait for one another; one that runs alone finds both ended."""
     meet = (
         "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[2:])\nmine.touch()\n"

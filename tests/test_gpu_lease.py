@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_lease.py"
 LOST = 3
 # What is started beside a phase: in a session of its own, and with a title instead of its
@@ -195,9 +193,7 @@ def test_no_phase_begins_without_time_for_it(run: Run) -> None:
     assert "left: ['second', 'needs_work']" in said and "the run is over: resume it" in said
 
 
-def test_the_plan_names_stages_that_exist_and_fits_into_half_an_hour(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_names_stages_that_exist_and_fits_into_half_an_hour(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     phases = importlib.import_module("gpu_phases")
     check = importlib.import_module("gpu_check")

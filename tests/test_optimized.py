@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 CHILD = """
 import numpy as np
 import torch

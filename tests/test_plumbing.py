@@ -12,8 +12,6 @@ from tests.plumbing.budgets import OF_A_FILE, Budgets
 from tests.plumbing.pairwise import covering
 from tests.plumbing.shards import PARTS, shard_members
 
-pytestmark = pytest.mark.cpu
-
 
 def test_every_pair_is_covered() -> None:
     variants = {"ab": "ab", "bc": "bc", "abc": "abc", "d": "d", "ac": "ac"}
@@ -53,9 +51,7 @@ class Item:
         (("engine",), 16.0, False, "took 16.0 s; a test marked engine has 15 s"),
     ],
 )
-def test_a_slow_test_is_found(
-    marks: tuple[str, ...], seconds: float, imports: bool, over: str | None
-) -> None:
+def test_a_slow_test_is_found(marks, seconds, imports, over) -> None:
     item: Any = Item(*marks)
     assert Budgets().judge(item, seconds, imports=imports) == over
     assert Budgets(scale=10).judge(item, seconds, imports=imports) is None

@@ -14,8 +14,6 @@ import pytest
 
 from tests.plumbing.prepared import PreparedPopen, popen
 
-pytestmark = pytest.mark.cpu
-
 # What a program can see of how it was started.
 LOOK = """
 import json, os, sys
@@ -82,9 +80,7 @@ print(get_mp_context().get_start_method())
 @pytest.mark.parametrize(
     ("variables", "method"), [({}, "fork"), ({"PYRAMID_TEST_SPAWN": "1"}, "spawn")]
 )
-def test_engines_processes_are_forked_unless_a_test_wants_a_users_start(
-    variables: dict[str, str], method: str
-) -> None:
+def test_engines_processes_are_forked_unless_a_test_wants_a_users_start(variables, method) -> None:
     env = {**os.environ, **variables}
     pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     process = popen([sys.executable, "-c", FORKS], env=env, text=True, **pipes)

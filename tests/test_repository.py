@@ -11,8 +11,6 @@ import pytest
 
 from lab.planted_faults.faults import FAULTS
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vllm_pyramid"
 

@@ -149,9 +149,7 @@ def test_with_the_vllm_of_this_environment(with_vllm: Path) -> None:
 
 
 @pytest.mark.engine
-def test_server_and_client_of_the_wheel(
-    with_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_and_client_of_the_wheel(with_vllm, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = Path(run(with_vllm.with_name("vllm-pyramid"), "model", "built-in").strip())
     assert with_vllm.parents[1] in model.parents

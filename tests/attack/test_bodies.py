@@ -16,8 +16,6 @@ from tests.attack.bodies import COMPLETIONS, HONEST, Attack, draw, encode
 from tests.attack.findings import Findings
 from tests.attack.fuzz import HONEST_PROMPTS, Client, known_in_vllm
 
-pytestmark = pytest.mark.cpu
-
 SEED = 7
 
 
@@ -76,9 +74,7 @@ def _numbers(kind: str, expected: str) -> list[int]:
         (HONEST, "served", 503, b"full", "503 where it should be served"),
     ],
 )
-def test_wrong_answers_are_found(
-    kind: str, expected: str, status: int, body: bytes, found: str | None
-) -> None:
+def test_wrong_answers_are_found(kind, expected, status, body, found) -> None:
     def answer(_: bytes, turn: int) -> tuple[int, bytes]:
         return (200, _honest([1, 2])) if turn <= HONEST_PROMPTS else (status, body)
 
@@ -116,9 +112,7 @@ def test_wrong_answers_are_found(
         ({"use_beam_search": True, "truncate_prompt_tokens": 1}, "list index out of range", False),
     ],
 )
-def test_faults_of_vllm_excuse_nothing_else(
-    body: dict[str, Any], message: str, is_known: bool
-) -> None:
+def test_faults_of_vllm_excuse_nothing_else(body, message, is_known) -> None:
     attack = Attack("mutated", COMPLETIONS, encode(body))
     answer = json.dumps({"error": {"message": message}}).encode()
     assert bool(known_in_vllm(attack, answer)) == is_known

@@ -12,8 +12,6 @@ from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu.library import shared_rows
 from vllm_pyramid.step.attention_inputs import AttentionInputs
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize("is_forbidden", [False, True])
 def test_the_variable_forbids_sharing(monkeypatch: pytest.MonkeyPatch, is_forbidden: bool) -> None:

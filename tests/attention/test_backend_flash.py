@@ -20,8 +20,6 @@ from vllm_pyramid.attention.per_head.lanes import HeadLanes
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.step.attention_inputs import AttentionInputs, HeadRequests
 
-pytestmark = pytest.mark.cpu
-
 HEADS, GROUP, N, SIZE, BLOCKS = 2, 2, 16, 32, 9
 KEY_SCALE, VALUE_SCALE, QUERY_SCALE = 0.5, 2.0, 0.25
 

@@ -19,8 +19,6 @@ from vllm_pyramid.attention.per_head.lanes import HeadLanes
 from vllm_pyramid.attention.per_head.layout import HeadTableLayout
 from vllm_pyramid.step.step import Step
 
-pytestmark = pytest.mark.cpu
-
 G, GROUP, N, D = 3, 2, 24, 32
 
 

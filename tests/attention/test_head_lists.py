@@ -10,8 +10,6 @@ from vllm_pyramid.attention.head_lists import head_names, num_names, view_of_hea
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 
-pytestmark = pytest.mark.cpu
-
 BLOCKS, HEADS, GROUP, N, SIZE, REQUESTS, WIDTH = 9, 3, 2, 4, 8, 2, 3
 
 

@@ -12,8 +12,6 @@ import torch
 from vllm_pyramid.attention.host_slots import PAD_SLOT, HostSlots
 from vllm_pyramid.compat.platform.torch_ops import compute_slot_mapping
 
-pytestmark = pytest.mark.cpu
-
 TOKENS, REQUESTS, ENTRIES = 64, 6, 20
 
 

@@ -24,8 +24,6 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.step.step import Step
 
-pytestmark = pytest.mark.cpu
-
 L = 2
 ROWS, TOKENS, BLOCKS = 6, 240, 8
 

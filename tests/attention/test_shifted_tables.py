@@ -13,8 +13,6 @@ from tests.shifted_worker import Host, launch_tables
 from vllm_pyramid.attention import shifted_tables
 from vllm_pyramid.attention.shifted_tables import HeldTables, ShiftedTables, Slots
 
-pytestmark = pytest.mark.cpu
-
 WIDTH = 8
 CPU = torch.device("cpu")
 

@@ -19,8 +19,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.eviction_rows import JoinedTables
 from vllm_pyramid.step.trace import TraceWriter
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = {"a": 70, "b": 45, "c": 106, "d": 58}
 STEPS = [{"a": 30, "b": 45, "d": 20}, {"a": 40, "c": 60, "d": 38}, {"a": 1, "b": 1, "c": 46}]
 # The same for evictions inside prompts, after each 48 tokens.
@@ -78,9 +76,7 @@ def _run(
         if what == "plain" or not (policy.heads.splits or policy.chunk.tokens)
     ],
 )
-def test_the_cache_is_that_of_layers_one_by_one(
-    policy: Policy, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_that_of_layers_one_by_one(policy, what, monkeypatch) -> None:
     asked = {what: True} if what != "plain" else {}
     alone = _run(policy, Host(), monkeypatch, at_step_end=False, **asked)
     together = _run(policy, Host(), monkeypatch, at_step_end=True, **asked)
@@ -94,9 +90,7 @@ def test_the_cache_is_that_of_layers_one_by_one(
     assert torch.equal(alone.cache, on_device.cache)
 
 
-def test_more_queries_than_may_wait_are_evicted_layer_by_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_queries_than_may_wait_are_evicted_layer_by_layer(monkeypatch) -> None:
     policy = load_policy("snapkv", "40", args={"window": 16})
     alone = _run(policy, Host(), monkeypatch, at_step_end=False)
     monkeypatch.setattr(step_end, "QUERIES_BYTES", 1)  # one request's wait

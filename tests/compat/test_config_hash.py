@@ -18,8 +18,6 @@ from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.policy.served_settings import ServedSettings
 
-pytestmark = pytest.mark.cpu
-
 
 class ReadsTheModel(Scorer):
     """A scorer of a user's, whose hooks may change the model's forward pass."""
@@ -91,9 +89,7 @@ def known(key: Any) -> str:
         {"kv_policy": "pyramidkv", "kv_budget": "12%", "kv_report_cached": False},
     ],
 )
-def test_policies_and_budgets_share_what_is_compiled(
-    key: Any, known: str, settings: dict[str, Any]
-) -> None:
+def test_policies_and_budgets_share_what_is_compiled(key, known, settings) -> None:
     assert key(**settings) == known
 
 

@@ -20,8 +20,6 @@ from vllm_pyramid.compat import finished_requests
 from vllm_pyramid.frontend.shadow import Shadow
 from vllm_pyramid.frontend.shadow_judge import MIN_COMPARISONS
 
-pytestmark = pytest.mark.cpu
-
 
 class FrontEnd:
     """vLLM's own front end of an engine: it names requests and takes the engine's outputs."""
@@ -63,9 +61,7 @@ class FrontEnd:
         return report
 
 
-def test_two_requests_of_one_client_id_count_for_their_own_applications(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_requests_of_one_client_id_count_for_their_own_applications(monkeypatch) -> None:
     known, _ = shadow()
     finished_requests.install(known)
     queued: list[tuple[Any, Any]] = []

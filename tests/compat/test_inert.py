@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 SCRIPT = Path(__file__).with_name("inert.py")
 # A line of vLLM's log, without the process's number and the time.
 LOGGED = re.compile(r"\b([A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d (.*)")
@@ -22,9 +20,7 @@ OURS = "KV policy (vllm-pyramid):"
 
 
 @pytest.fixture(scope="module")
-def looks(
-    random_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def looks(random_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """A process with the package and one without; what they print is added as `log`."""
     from vllm_pyramid.compat.versions import runs_without_plugins
 

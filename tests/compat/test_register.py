@@ -14,8 +14,6 @@ import pytest
 from vllm_pyramid.compat.versions import runs_without_plugins
 from vllm_pyramid.version import __version__
 
-pytestmark = pytest.mark.cpu
-
 PROCESS = """
 import contextlib, io, json, sys
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs

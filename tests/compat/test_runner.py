@@ -14,8 +14,6 @@ from vllm_pyramid.compat.side_channel import StepReport, read_report
 from vllm_pyramid.plan import Eviction
 from vllm_pyramid.step.failures import SCORES, Failure, StepFailures
 
-pytestmark = pytest.mark.cpu
-
 
 class InFlight(AsyncModelRunnerOutput):
     """vLLM's output whose tokens are still computed, with the attribute of either runner."""

@@ -13,8 +13,6 @@ import pytest
 
 from vllm_pyramid.compat import name_distribution, versions
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -36,9 +34,7 @@ def test_a_good_pair(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.3.2", "0.320.0", "1.0.0"])
-def test_another_version(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_another_version(installed, monkeypatch, version) -> None:
     monkeypatch.setattr(versions, "vllm_version", lambda: version)
     with pytest.raises(RuntimeError, match=r"vLLM 0\.32 or vLLM 0\.33") as error:
         versions.check_vllm()

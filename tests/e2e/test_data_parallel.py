@@ -93,9 +93,7 @@ def _wait_until_idle(server: Server) -> dict[int, dict[str, dict[int, float]]]:
     return by_engine
 
 
-def test_what_is_held_is_that_of_the_replica(
-    server: Server, client: openai.OpenAI, random_model: Path
-) -> None:
+def test_what_is_held_is_that_of_the_replica(server, client, random_model) -> None:
     rank = {"X-data-parallel-rank": "1"}
     stream = complete(
         client, random_model, LENGTHS[0], max_tokens=1500, stream=True, extra_headers=rank
@@ -110,9 +108,7 @@ def test_what_is_held_is_that_of_the_replica(
     assert set(_wait_until_idle(server)[1]["vllm_pyramid:blocks_held"].values()) == {0}
 
 
-def test_requests_are_shared_out(
-    server: Server, client: openai.OpenAI, random_model: Path, one_device: Answers
-) -> None:
+def test_requests_are_shared_out(server, client, random_model, one_device) -> None:
     """By vLLM; whoever gets one answers the same."""
     before = _wait_until_idle(server)
     lengths = [*SENT[0], *SENT[0]]
@@ -130,9 +126,7 @@ def test_requests_are_shared_out(
     assert sum(evictions) == 8 and all(evictions), evictions
 
 
-def test_all_turns_of_a_session_go_to_one_replica(
-    server: Server, client: openai.OpenAI, random_model: Path
-) -> None:
+def test_all_turns_of_a_session_go_to_one_replica(server, client, random_model) -> None:
     """The second turn finds what the first one left there; the sessions use both replicas."""
     before = server.metrics_by_engine()
     for number in range(6):
@@ -158,9 +152,7 @@ def test_all_turns_of_a_session_go_to_one_replica(
     )
 
 
-def test_killing_a_replica_ends_the_server(
-    server: Server, client: openai.OpenAI, random_model: Path
-) -> None:
+def test_killing_a_replica_ends_the_server(server, client, random_model) -> None:
     """The other replica is stopped: its answers end where they are, or have ended by then."""
     processes = {name: pid for pid, name in members(server.process.pid)}
     assert "VLLM::EngineCore_DP1" in processes

@@ -150,9 +150,7 @@ def test_what_the_first_engine_says_last(engines: StandIns) -> None:
 @pytest.mark.parametrize(
     ("gone", "answered"), [((), (200, "d1")), (("d1",), (200, "d2")), (("d1", "d2"), (502, None))]
 )
-def test_models_of_an_engine_that_answers(
-    engines: StandIns, gone: tuple[str, ...], answered: tuple[int, str | None]
-) -> None:
+def test_models_of_an_engine_that_answers(engines, gone, answered) -> None:
     engines.gone |= {*gone}
     (answer,) = ask(engines, path="/v1/models")
     assert (answer.status_code, answer.json().get("from")) == answered
@@ -184,9 +182,7 @@ def _flags(role: str, **extra: Any) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def servers(
-    random_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
+def servers(random_model, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     folder = tmp_path_factory.mktemp("servers")
     address = f"127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stack:

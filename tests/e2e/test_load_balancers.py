@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import check_answers
 from tests.plumbing.kv_events import Subscriber, blocks
-from tests.plumbing.one_device import LENGTHS, PROMPTS, Answers, client_of, flags
+from tests.plumbing.one_device import LENGTHS, PROMPTS, client_of, flags
 from tests.plumbing.server import Server, free_port, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -39,9 +38,7 @@ def subscribers() -> Iterator[list[Subscriber]]:
 
 
 @pytest.fixture(scope="module")
-def servers(
-    random_model: Path, one_device: Answers, subscribers: list[Subscriber], folder: Path
-) -> Iterator[list[Server]]:
+def servers(random_model, one_device, subscribers, folder) -> Iterator[list[Server]]:
     config = json.dumps(asdict(subscribers[0].config))
     meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
     with ExitStack() as stack:
@@ -58,9 +55,7 @@ def servers(
         yield found
 
 
-def test_each_front_end_answers_for_its_replicas(
-    servers: list[Server], random_model: Path, one_device: Answers
-) -> None:
+def test_each_front_end_answers_for_its_replicas(servers, random_model, one_device) -> None:
     """As one device does, and counts what its own replicas did."""
     for number, server in enumerate(servers):
         sent = LENGTHS[number:]
@@ -75,9 +70,7 @@ def test_each_front_end_answers_for_its_replicas(
             assert sum(metrics[name].get(-1, 0) for metrics in by_engine.values()) == total
 
 
-def test_each_replica_announces_its_prompts(
-    servers: list[Server], subscribers: list[Subscriber], one_device: Answers
-) -> None:
+def test_each_replica_announces_its_prompts(servers, subscribers, one_device) -> None:
     """Over TCP, from the schedulers' processes; under its own number."""
     computed = {
         length: PROMPTS[length] + ([] if report["evicted_tokens"] else answer[:-1])

@@ -41,13 +41,7 @@ def one_device(random_model: Path, folder: Path) -> Iterator[Answers]:
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])
-def served(
-    request: pytest.FixtureRequest,
-    random_model: Path,
-    folder: Path,
-    one_device: Answers,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Served]:
+def served(request, random_model, folder, one_device, tmp_path_factory) -> Iterator[Served]:
     traces = folder / request.param
     with two_hosts(tmp_path_factory.getbasetemp()) as (one, other, cable):
         both = (
@@ -74,9 +68,7 @@ def served(
         yield Served(other, cable, server, traces)
 
 
-def test_two_hosts_do_what_one_device_does(
-    served: Served, random_model: Path, folder: Path, one_device: Answers
-) -> None:
+def test_two_hosts_do_what_one_device_does(served, random_model, folder, one_device) -> None:
     assert any("Worker" in name for name in served.other.processes().values())
     check_answers(served.server.client(), random_model, one_device)
     assert kept(served.traces) == kept(folder / "one")

@@ -305,9 +305,7 @@ def turn(
     return answer.choices[0].token_ids, cached.cached_tokens if cached else 0, report
 
 
-def test_turns_of_a_named_session_are_those_of_carried_turns(
-    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_of_a_named_session_are_those_of_carried_turns(server, capsys, monkeypatch) -> None:
     """Tokens, hits, reports; along a branch and an edit, with another salt, once forgotten."""
     numbers: Iterator[int] = iter(range(10**6))
 
@@ -375,18 +373,14 @@ def test_turns_of_a_named_session_are_those_of_carried_turns(
     assert "this server needs its API key" in capsys.readouterr().err
 
 
-def test_top_shows_the_server(
-    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top_shows_the_server(server, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["top", "--once", server.url]) == 0
     out = capsys.readouterr().out
     assert "pyramidkv 15%" in out and "blocks held" in out
 
 
-def test_the_conversation_of_the_examples_resumes(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_conversation_of_the_examples_resumes(server, monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     example = ROOT / "examples" / "conversation.py"
     command = [sys.executable, str(example), "--base-url", f"{server.url}/v1"]

@@ -40,9 +40,7 @@ def _complete(server: Server, model: Path, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("scorer", ["cursed", "asking"])
-def test_one_rank_fails(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scorer: str
-) -> None:
+def test_one_rank_fails(random_model, tmp_path, monkeypatch, scorer) -> None:
     """A scorer of each rank's own ends its request; one that all ranks wait in ends the server."""
     write_module(tmp_path, monkeypatch)
     flags = ["--kv-policy", str(tmp_path / f"{scorer}.yaml"), *FLAGS]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
 
 from tests.e2e.conftest import check_answers
@@ -35,9 +34,7 @@ def head(folder: Path) -> Iterator[RayHead]:
 
 
 @pytest.fixture(scope="module")
-def server(
-    random_model: Path, folder: Path, one_device: Answers, head: RayHead
-) -> Iterator[Server]:
+def server(random_model, folder, one_device, head) -> Iterator[Server]:
     ranks = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
     with serving(
         random_model,
@@ -49,9 +46,7 @@ def server(
         yield running
 
 
-def test_two_ranks_do_what_one_device_does(
-    client: openai.OpenAI, random_model: Path, folder: Path, head: RayHead, one_device: Answers
-) -> None:
+def test_two_ranks_do_what_one_device_does(client, random_model, folder, head, one_device) -> None:
     assert len(head.workers()) == 2
     check_answers(client, random_model, one_device)
     files = sorted(path.stem.partition("-rank")[2] for path in (folder / "two").glob("*.npz"))
@@ -71,9 +66,7 @@ def test_metrics_and_log(server: Server, one_device: Answers) -> None:
     assert "VLLM_CPU_OMP_THREADS_BIND" not in log
 
 
-def test_killing_a_worker_ends_the_server(
-    server: Server, client: openai.OpenAI, random_model: Path, head: RayHead
-) -> None:
+def test_killing_a_worker_ends_the_server(server, client, random_model, head) -> None:
     """The last test of this server. The other worker ends, too, and Ray stays."""
     workers = head.workers()
     log = check_death(server, client, random_model, lambda: os.kill(workers[-1], signal.SIGKILL))

@@ -124,9 +124,7 @@ def test_completions(client: openai.OpenAI, model: str) -> None:
 
 
 @pytest.mark.parametrize(("values", "reason"), WRONG)
-def test_wrong_requests_are_answered(
-    server: Server, client: openai.OpenAI, model: str, values: dict[str, Any], reason: str
-) -> None:
+def test_wrong_requests_are_answered(server, client, model, values, reason) -> None:
     before = _totals(_wait_until_idle(server))
     with pytest.raises(openai.BadRequestError) as caught:
         _complete(client, model, **_xargs(**values))
@@ -139,9 +137,7 @@ def test_wrong_requests_are_answered(
     _check_report(_complete(client, model).kv_transfer_params, 64)  # it lives on
 
 
-def test_metrics_agree_with_the_responses(
-    server: Server, client: openai.OpenAI, model: str
-) -> None:
+def test_metrics_agree_with_the_responses(server, client, model) -> None:
     """Requests that run side by side, among them one that opts out and one that is short."""
     before = _totals(_wait_until_idle(server))
     changes: list[dict[str, Any]] = [
@@ -168,9 +164,7 @@ def test_metrics_agree_with_the_responses(
     assert freed[LAYERS - 1] > freed[0] > 0  # a pyramid
 
 
-def test_a_closed_stream_gives_its_blocks_back(
-    server: Server, client: openai.OpenAI, model: str
-) -> None:
+def test_a_closed_stream_gives_its_blocks_back(server, client, model) -> None:
     evictions = _totals(_wait_until_idle(server))[0]
     stream = _complete(client, model, max_tokens=1200, stream=True, extra_body={"ignore_eos": True})
     for _ in range(3):

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import check_answers
 from tests.plumbing.hosts import Host, ServerOnHost, needs_two_hosts, two_hosts
-from tests.plumbing.one_device import LENGTHS, Answers, complete, flags, kept
+from tests.plumbing.one_device import LENGTHS, complete, flags, kept
 
 pytestmark = needs_two_hosts()
 
@@ -52,9 +52,7 @@ def test_only_the_cable_joins_the_hosts(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def replicas(
-    random_model: Path, folder: Path, one_device: Answers, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def replicas(random_model, folder, one_device, tmp_path_factory) -> Iterator[Served]:
     with two_hosts(tmp_path_factory.getbasetemp()) as (one, other, _):
         both = (
             *flags(folder / "two"),
@@ -73,9 +71,7 @@ def _of(replica: int) -> dict[str, str]:
     return {"X-data-parallel-rank": str(replica)}
 
 
-def test_each_host_does_what_one_device_does(
-    replicas: Served, random_model: Path, folder: Path, one_device: Answers
-) -> None:
+def test_each_host_does_what_one_device_does(replicas, random_model, folder, one_device) -> None:
     assert "VLLM::EngineCore_DP0" in replicas.one.processes().values()
     assert "VLLM::EngineCore_DP1" in replicas.other.processes().values()
     client = replicas.server.client()
@@ -85,9 +81,7 @@ def test_each_host_does_what_one_device_does(
     assert kept(folder / "two") == {length: heads * 2 for length, heads in expected.items()}
 
 
-def test_the_other_replica_goes_on(
-    replicas: Served, random_model: Path, one_device: Answers
-) -> None:
+def test_the_other_replica_goes_on(replicas, random_model, one_device) -> None:
     """The last test here: vLLM does not see the loss, so its requests end when clients give up."""
     many = {"max_tokens": 1500, "n": 8, "temperature": 1}
     lost, client = replicas.server.client(10), replicas.server.client()

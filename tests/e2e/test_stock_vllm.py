@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +30,7 @@ INERT = (
 
 
 @pytest.fixture(scope="module")
-def results(
-    random_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, dict[str, Any]]]:
+def results(random_model, tmp_path_factory) -> Iterator[dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("stock")
     prompts = random_prompts(LENGTHS, vocab_size=2048)
     plain = [[prompt, greedy(TOKENS)] for prompt in prompts]

@@ -17,7 +17,7 @@ from tests.engine.support import Job, Outcome, greedy, kept_at_evictions, random
 ANSWER = 18  # tokens of a turn
 
 
-def _shared(bench: Bench, salt: str | None) -> list[Outcome]:
+def shared(bench: Bench, salt: str | None) -> list[Outcome]:
     """Requests that share prefixes in all ways; without a salt, none finds another's."""
     trunk, first, second, tail, short = random_prompts([150, 110, 90, 40, 90])
     own: dict[str, Any] = bench.case.own[0] if bench.case.own else WHOLE
@@ -49,7 +49,7 @@ def _shared(bench: Bench, salt: str | None) -> list[Outcome]:
 def a_hit_is_a_miss(bench: Bench) -> None:
     """Tokens, reports and kept positions; no block that others may find is written."""
     bench.engine.shuffle_blocks()
-    hits, misses = _shared(bench, f"hits{next(SALTS)}"), _shared(bench, None)
+    hits, misses = shared(bench, f"hits{next(SALTS)}"), shared(bench, None)
     bench.check_same(hits, misses)
     assert not any(one.cached for one in misses)
     assert sum(one.cached > 0 for one in hits) >= 6, [one.cached for one in hits]

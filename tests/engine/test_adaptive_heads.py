@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import NEAR_TIE, Job, Start, greedy, random_prompts
+from tests.engine.support import NEAR_TIE, Job, greedy, random_prompts
 from tests.scheduler.checks import check_pool
-
-pytestmark = pytest.mark.engine
 
 LAYERS, HEADS, LANE_BLOCK = 8, 4, 64  # of `random_model`, with blocks of 16 tokens
 WINDOW, SINKS, ALPHA = 8, 4, 0.25
@@ -49,9 +46,7 @@ def by_directions(keys: torch.Tensor, n: int, budget: int) -> tuple[list[int], l
     return [SINKS + WINDOW + count for count in counts], list(order + SINKS)
 
 
-def test_lengths_tokens_and_blocks_beside_requests_that_keep_everything(
-    demo: Start, random_model: Path
-) -> None:
+def test_lengths_tokens_and_blocks_beside_requests_that_keep_everything(demo, random_model) -> None:
     """By the tokens and log probabilities of a model whose attention sees those alone."""
     args = {"scorer": "keydiff", "window": WINDOW, "sinks": SINKS, "alpha": ALPHA}
     engine = demo(kv_policy_args=args, **SETTINGS)

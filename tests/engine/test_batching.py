@@ -9,8 +9,6 @@ import pytest
 
 from tests.engine.support import Engine, Job, Start, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 MAX_LEN = 1024
 SETTINGS: dict[str, Any] = {
     "kv_policy": "pyramidkv",

@@ -84,12 +84,7 @@ def full(tiny_model: Models) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def benches(
-    full: list[Outcome],
-    engines: EnginePool,
-    tiny_model: Models,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], Bench]:
+def benches(full, engines, tiny_model, tmp_path_factory) -> Callable[[str], Bench]:
     """`benches(name)`: the row's engine, running; the one before ends."""
     current: dict[str, Bench] = {}
     folder = tmp_path_factory.mktemp("battery")

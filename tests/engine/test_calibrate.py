@@ -7,12 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.engine.support import EnginePool, Models, greedy, random_prompts
+from tests.engine.support import greedy, random_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.usefixtures("prepared_programs")]
 
@@ -20,9 +19,7 @@ BUDGET = 40
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
-def test_calibrated_shares_are_the_mean_of_the_solved_ones(
-    engines: EnginePool, tiny_model: Models, tmp_path: Path
-) -> None:
+def test_calibrated_shares_are_the_mean_of_the_solved_ones(engines, tiny_model, tmp_path) -> None:
     model = tiny_model("llama-mha")
     prompts = random_prompts([300, 120, 500, 20], seed=9)
     file, output = tmp_path / "prompts.jsonl", tmp_path / "budgets.yaml"

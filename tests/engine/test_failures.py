@@ -23,10 +23,8 @@ from tests.engine.failing import (
     SHAPE,
     write_module,
 )
-from tests.engine.support import Start, greedy, random_prompts
+from tests.engine.support import greedy, random_prompts
 from tests.plumbing.server import serving
-
-pytestmark = pytest.mark.engine
 
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 1024}
 
@@ -45,9 +43,7 @@ def _prompts(lengths: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_others_get_the_tokens_that_they_get_alone(
-    own_module: Path, demo: Start, asynchronous: bool
-) -> None:
+def test_others_get_the_tokens_that_they_get_alone(own_module, demo, asynchronous) -> None:
     engine = demo(
         kv_policy=str(own_module / "cursed.yaml"), async_scheduling=asynchronous, **LIMITS
     )

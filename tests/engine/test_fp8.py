@@ -36,8 +36,6 @@ from tests.engine.support import (
 from tests.engine.test_right_tokens import check
 from vllm_pyramid.compat.cache_specs import scales_of
 
-pytestmark = pytest.mark.engine
-
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -116,9 +114,7 @@ def settings(dtype: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", list(FP8))
 @pytest.mark.parametrize("policy", ["pyramidkv", "snapkv", "xkv", "streaming-llm"])
-def test_kept_tokens_and_decoding(
-    demo: Start, random_model: Path, tmp_path: Path, dtype: str, policy: str
-) -> None:
+def test_kept_tokens_and_decoding(demo, random_model, tmp_path, dtype, policy) -> None:
     """In chunks of 100 tokens: what is kept, and what decoding makes of it."""
     engine = demo(
         **settings(dtype, kv_policy=policy, kv_budget=40, kv_policy_args={"fill_blocks": False}),
@@ -130,9 +126,7 @@ def test_kept_tokens_and_decoding(
 
 
 @pytest.mark.parametrize("name", ["snapkv-expected", "keyformer"])
-def test_scorers_in_pytorch_see_what_attention_does(
-    demo: Start, random_model: Path, tmp_path: Path, name: str
-) -> None:
+def test_scorers_in_pytorch_see_what_attention_does(demo, random_model, tmp_path, name) -> None:
     case = CASES[name]
     engine = demo(
         **settings("fp8", kv_policy=name, kv_budget=case.budget, kv_policy_args=case.args),
@@ -207,9 +201,7 @@ def run_alike(
 
 
 @pytest.mark.parametrize("policy", list(METHODS))
-def test_other_methods_see_the_same_numbers(
-    engines: EnginePool, random_model: Path, policy: str
-) -> None:
+def test_other_methods_see_the_same_numbers(engines, random_model, policy) -> None:
     runs = run_alike(engines, random_model, 2048, kv_policy=policy, **METHODS[policy])
     if policy == "kcache":  # of four bytes and of one
         for one, other in zip(*runs, strict=True):
@@ -226,9 +218,7 @@ def test_other_methods_see_the_same_numbers(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llama4"])
-def test_layers_that_slide_and_layers_that_read(
-    engines: EnginePool, tmp_path: Path, family: str
-) -> None:
+def test_layers_that_slide_and_layers_that_read(engines, tmp_path, family) -> None:
     """Windows, chunks, and layers that attend to the cache of another, by its scales."""
     runs = run_alike(engines, make_family(family, tmp_path), 512, kv_policy="snapkv", kv_budget=64)
     assert sum(outcome.report["evicted_tokens"] for outcome in runs[1]) > 300

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.support import Engine, Job, Start, greedy, random_prompts
+from tests.engine.support import Engine, Job, greedy, random_prompts
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.accumulated.kernels import cpu
 
@@ -22,9 +22,7 @@ BLOCK = 16
 NUM_TOKENS = int(os.environ.get("PYRAMID_GENERATE", "700"))
 
 
-def test_a_long_generation_holds_a_bounded_cache(
-    tiny: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_generation_holds_a_bounded_cache(tiny, monkeypatch) -> None:
     """Blocks held never exceed budget, interval and what a step rounds up; nothing leaks."""
     gather, calls = cpu.add_key_mass, []
 

@@ -24,8 +24,6 @@ from tests.engine.support import (
     random_prompts,
 )
 
-pytestmark = pytest.mark.engine
-
 SCHEMA = {
     "type": "object",
     "properties": {"found": {"type": "boolean"}, "kind": {"enum": ["red", "green", "blue"]}},

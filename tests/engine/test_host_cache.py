@@ -31,8 +31,6 @@ from tests.plumbing.children import Child
 from tests.plumbing.children import greedy as plain_greedy
 from vllm_pyramid.kv_cache import host_cache
 
-pytestmark = pytest.mark.engine
-
 BLOCK, LAYERS, LONGEST, WINDOW = 16, 4, 1024, 8
 KILLED = Path(__file__).parents[1] / "plumbing/killed.py"
 # One sequence of the greatest length, and the null block.
@@ -136,9 +134,7 @@ def test_a_prefix_comes_back_to_the_byte(tiny: Start, traces: Path, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["spread", "box of an evicted fp8 cache"])
-def test_a_prefix_comes_back_with_its_summaries(
-    tiny: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_prefix_comes_back_with_its_summaries(tiny, tmp_path, monkeypatch, kind) -> None:
     """Tokens behind it read the same pages, whether it was found on the device, host or disk."""
     attend = {"budget": 96, "dense_layers": 1, "sinks": 16, "recent": 16}
     own: dict[str, Any] = {"kv_policy": "select", "dtype": "float32"}

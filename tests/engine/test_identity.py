@@ -11,8 +11,6 @@ import torch
 
 from tests.engine.support import Engine, Outcome, Start, greedy, is_cpu_build, random_prompts
 
-pytestmark = pytest.mark.engine
-
 BATCHES = (1, 7, 40)
 # Small enough that long prompts come in chunks, mixed with others' decode steps. A hit would make
 # the same prompt's chunks others, and another chunk rounds otherwise.
@@ -75,9 +73,7 @@ def _transformers_model(path: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def test_full_in_bfloat16_is_as_near_to_float32_as_transformers(
-    full_runs: dict[int, list[Outcome]], random_model: Path
-) -> None:
+def test_full_in_bfloat16_is_as_near_to_float32_as_transformers(full_runs, random_model) -> None:
     """Log probabilities of the engine's tokens: our error is at most twice that of Transformers."""
     exact = _transformers_model(random_model, torch.float32)
     rounded = _transformers_model(random_model, torch.bfloat16)

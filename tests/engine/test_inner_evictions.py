@@ -5,18 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from tests.engine.support import Start, greedy, random_prompts
+from tests.engine.support import greedy, random_prompts
 from vllm_pyramid.methods.expected_attention import ExpectedAttentionScorer
 
-pytestmark = pytest.mark.engine
 
-
-def test_a_scorer_inside_gets_the_rotary_embedding(
-    tiny: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scorer_inside_gets_the_rotary_embedding(tiny, monkeypatch) -> None:
     """Expected Attention at points, with SnapKV at the end: it undoes the rotation of queries."""
     chunk = {"tokens": 64, "keep": 48, "scorer": "expected_attention"}
     own = {"kv_policy": "snapkv", "kv_budget": 40, "kv_policy_args": {"chunk": chunk}}

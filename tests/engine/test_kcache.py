@@ -13,8 +13,6 @@ from tests.engine.oracles import check_log_probabilities
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import EnginePool, Job, Models, Outcome, Start, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 LAYERS, KV_HEADS, HEADS, HEAD_SIZE = 8, 4, 8, 32  # of `random_model`
 PLENTY = 4096  # more keys than any sequence here has
 # Long prompts come in chunks, mixed with others' decode steps; always the same ones, bit for bit.
@@ -69,9 +67,7 @@ def _assert_tokens_of(model: TopNModel, outcomes: list[Outcome]) -> None:
         check_log_probabilities(logprobs, outcome, 2e-4)
 
 
-def test_few_keys_give_the_tokens_of_an_independent_implementation(
-    demo: Start, random_model: Path
-) -> None:
+def test_few_keys_give_the_tokens_of_an_independent_implementation(demo, random_model) -> None:
     model = TopNModel(str(random_model))
     engine = demo(**KCACHE)
     model.device_layers, model.top_n = 1, 24

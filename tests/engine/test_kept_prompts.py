@@ -15,15 +15,12 @@ from tests.engine.support import (
     Engine,
     Job,
     Models,
-    Start,
     assert_same_tokens,
     greedy,
     random_prompts,
 )
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.r_kv.worker import RecentScores
-
-pytestmark = pytest.mark.engine
 
 BLOCK, BUDGET, INTERVAL, PROMPT, ANSWER = 16, 24, 16, 300, 96
 # The first eviction at which a block goes: 48 generated tokens, of which 24 are to stay.
@@ -38,9 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(params=["r-kv", "triattention", "h2o"])
-def engine(
-    request: pytest.FixtureRequest, tiny: Start, tmp_path_factory: pytest.TempPathFactory
-) -> Engine:
+def engine(request, tiny, tmp_path_factory) -> Engine:
     args: dict[str, Any] = {"interval": INTERVAL, "schedule.prompt": "keep"}
     if request.param != "h2o":
         args["window"] = 8

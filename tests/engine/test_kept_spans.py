@@ -24,8 +24,6 @@ from tests.engine.support import (
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.policy import planning
 
-pytestmark = pytest.mark.engine
-
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_batched_tokens": 256,

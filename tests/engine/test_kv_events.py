@@ -11,8 +11,6 @@ from vllm.distributed.kv_events import BlockRemoved
 from tests.engine.support import Engine, EnginePool, Job, Start, greedy, random_prompts
 from tests.plumbing.kv_events import Subscriber, blocks, subscribed
 
-pytestmark = pytest.mark.engine
-
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "block_size": 32}
 SALT = "a tenant"
 

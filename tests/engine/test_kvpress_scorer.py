@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.families import make_family
-from tests.engine.support import EnginePool, Models, greedy, random_prompts
+from tests.engine.support import greedy, random_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -24,9 +23,7 @@ ENGINE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_presses_answer_as_our_scorers(
-    engines: EnginePool, tiny_model: Models, tmp_path: Path, hybrid: bool
-) -> None:
+def test_presses_answer_as_our_scorers(engines, tiny_model, tmp_path, hybrid) -> None:
     """Where every layer evicts, and where most layers have a window (Gemma 3)."""
     try:
         importlib.metadata.distribution("kvpress")

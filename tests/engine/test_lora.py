@@ -15,9 +15,7 @@ from tests.engine.beside import BLOCK, SETTINGS, WHOLE, WINDOW, check_decoding
 from tests.engine.oracles import check_log_probabilities
 from tests.engine.paged_paper import PagedModel, pages_read
 from tests.engine.paper import HuggingFaceModel
-from tests.engine.support import Engine, EnginePool, Job, Models, greedy, random_prompts
-
-pytestmark = pytest.mark.engine
+from tests.engine.support import Engine, EnginePool, Job, greedy, random_prompts
 
 RANK, MAX_TOKENS = 8, 8
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -68,9 +66,7 @@ def _merge(folder: Path, model: Path, added: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapters(
-    tiny_model: Models, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[int, Any], dict[int, Path]]:
+def adapters(tiny_model, tmp_path_factory) -> tuple[dict[int, Any], dict[int, Path]]:
     """Two LoRA requests by number, and the models that they make; 0 is the base model."""
     from vllm.lora.request import LoRARequest
 
@@ -94,9 +90,7 @@ def _lora_engine(engines: EnginePool, base: Path, traces: Path) -> Engine:
     )
 
 
-def test_adapters_and_the_base_model_in_one_batch(
-    engines: EnginePool, adapters: tuple[dict[int, Any], dict[int, Path]], traces: Path
-) -> None:
+def test_adapters_and_the_base_model_in_one_batch(engines, adapters, traces) -> None:
     """Each keeps by its own attention, and goes on with its own weights; prompts in chunks."""
     loras, merged = adapters
     engine = _lora_engine(engines, merged[0], traces)
@@ -120,9 +114,7 @@ def test_adapters_and_the_base_model_in_one_batch(
     assert len({tuple(outcome.token_ids) for outcome in outcomes}) == len(cases)
 
 
-def test_adapters_read_what_their_own_queries_ask_for(
-    engines: EnginePool, adapters: tuple[dict[int, Any], dict[int, Path]]
-) -> None:
+def test_adapters_read_what_their_own_queries_ask_for(engines, adapters) -> None:
     """Selected pages, with adapters and the base model in one batch."""
     loras, merged = adapters
     attend = {"budget": 6 * BLOCK, "dense_layers": 1, "sinks": BLOCK, "recent": BLOCK}
@@ -146,9 +138,7 @@ def test_adapters_read_what_their_own_queries_ask_for(
     assert len({tuple(outcome.token_ids) for outcome in outcomes}) == len(cases)
 
 
-def test_adapters_do_not_share_prefixes(
-    engines: EnginePool, adapters: tuple[dict[int, Any], dict[int, Path]], traces: Path
-) -> None:
+def test_adapters_do_not_share_prefixes(engines, adapters, traces) -> None:
     """The same prompt hits what the same adapter left behind, and nobody else's."""
     loras, merged = adapters
     engine = _lora_engine(engines, merged[0], traces)

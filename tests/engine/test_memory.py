@@ -6,11 +6,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import pytest
-
 from tests.engine.support import Engine, Job, Start, greedy, random_prompts
-
-pytestmark = pytest.mark.engine
 
 PROMPT_LEN, MAX_TOKENS = 2048, 96
 

@@ -13,8 +13,6 @@ import pytest
 
 from tests.engine.support import Start, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 MODULE = """
 import torch
 
@@ -91,9 +89,7 @@ def _kept(folder: Path) -> dict[int, list[np.ndarray]]:
     return found
 
 
-def test_scorer_allocator_and_selector_of_the_users_own(
-    random_model: Path, own_module: Path
-) -> None:
+def test_scorer_allocator_and_selector_of_the_users_own(random_model, own_module) -> None:
     from vllm_pyramid import LLM
 
     trace = own_module / "trace"
@@ -153,9 +149,7 @@ def test_a_selector_of_the_users_own(own_module: Path, demo: Start, engines: Any
         ("shape", r"must return a float32 tensor"),
     ],
 )
-def test_wrong_scores_end_in_one_sentence(
-    wrong: str, message: str, own_module: Path, demo: Start, engines: Any
-) -> None:
+def test_wrong_scores_end_in_one_sentence(wrong, message, own_module, demo, engines) -> None:
     policy = _policy(own_module, scorer=f'{{kind: "own_methods:Broken", wrong: {wrong}}}')
     with pytest.raises(ValueError, match=message):
         demo(kv_policy=policy, max_model_len=512)

@@ -23,8 +23,6 @@ from tests.engine.support import (
 from vllm_pyramid.plan import EvictionPoint
 from vllm_pyramid.worker.late_evictions import _lost
 
-pytestmark = pytest.mark.engine
-
 LENGTHS = (300, 77, 512, 170)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -96,9 +94,7 @@ def test_answers_are_exact_while_there_is_room(tiny: Start, policy: str) -> None
         ("keydiff", {"kv_policy_args": {"window": 16, "fill_blocks": False}}, {}),
     ],
 )
-def test_an_order_at_the_prompts_end_is_an_eviction_there(
-    tiny: Start, policy: str, further: dict[str, Any], own: dict[str, Any]
-) -> None:
+def test_an_order_at_the_prompts_end_is_an_eviction_there(tiny, policy, further, own) -> None:
     """Ordered to the floor at once, requests keep and say what the policy's own schedule does."""
     settings = {**SETTINGS, "kv_policy": policy, **further}
     always = tiny("mistral", **settings).run(_jobs(**own))
@@ -170,9 +166,7 @@ def test_several_orders_keep_what_one_does(tiny: Start) -> None:
     ],
     ids=["budgets", "sync", "async", "drafts"],
 )
-def test_a_burst_is_served_without_preemptions(
-    tiny: Start, further: dict[str, Any], headroom: float
-) -> None:
+def test_a_burst_is_served_without_preemptions(tiny, further, headroom) -> None:
     """Prompts of four times the pool: evicted step by step, none is computed twice."""
     schedule = {"schedule": {"kind": "pressure", "headroom": headroom}}
     further = {**further, "kv_policy_args": {**SETTINGS["kv_policy_args"], **schedule}}

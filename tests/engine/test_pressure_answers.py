@@ -23,8 +23,6 @@ from tests.engine.support import (
 from tests.engine.test_pressure import SETTINGS, _same, _short_of
 from vllm_pyramid.worker.answer_levels import AnswerLevels
 
-pytestmark = pytest.mark.engine
-
 LENGTHS = (300, 77, 512, 20)
 EVERY = 48
 UNLIMITED = 1 << 20

@@ -13,8 +13,6 @@ from tests.engine.beside import BLOCK, BUDGET, SETTINGS, WHOLE, WINDOW, check_de
 from tests.engine.paper import HuggingFaceModel
 from tests.engine.support import EnginePool, Job, Models, greedy, random_prompts
 
-pytestmark = pytest.mark.engine
-
 MAX_TOKENS = 8
 
 
@@ -46,9 +44,7 @@ def test_prompt_embeddings(engines: EnginePool, tiny_model: Models, traces: Path
             check_decoding(model, outcome, traces)
 
 
-def test_prompt_embeddings_share_with_their_equals_alone(
-    engines: EnginePool, tiny_model: Models, traces: Path
-) -> None:
+def test_prompt_embeddings_share_with_their_equals_alone(engines, tiny_model, traces) -> None:
     """Placeholders of tokens are all alike: what is cached goes by the embeddings."""
     path = tiny_model("qwen3")
     rows = load_file(path / "model.safetensors")["model.embed_tokens.weight"]

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from tests.engine.families import make_family
-from tests.engine.support import EnginePool, Models, Start, greedy
+from tests.engine.support import Models, greedy
 from vllm_pyramid.policy.served_settings import ServedSettings
-
-pytestmark = pytest.mark.engine
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 OWN_PAGES = {
@@ -53,9 +51,7 @@ def test_what_works_is_not_refused(random_model: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "reason"), [("h2o", "adds up"), ("pyramidinfer", "between the layers")]
 )
-def test_policies_without_prefix_caching_say_why(
-    random_model: Path, policy: str, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_policies_without_prefix_caching_say_why(random_model, policy, reason, caplog) -> None:
     chosen = {"kv_policy": policy}
     with pytest.raises(ValueError, match=f"--enable-prefix-caching: .*{reason}"):
         _config(random_model, chosen, enable_prefix_caching=True)
@@ -229,9 +225,7 @@ def broken_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         cached.cache_clear()
 
 
-def test_missing_kernels(
-    random_model: Path, broken_library: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_kernels(random_model, broken_library, monkeypatch) -> None:
     """An engine with a policy does not start on the slow PyTorch kernels unless it is allowed."""
     for said in (None, "0"):
         if said is not None:
@@ -244,9 +238,7 @@ def test_missing_kernels(
     _config(random_model)
 
 
-def test_an_engine_on_the_reference(
-    demo: Start, engines: EnginePool, request: pytest.FixtureRequest
-) -> None:
+def test_an_engine_on_the_reference(demo, engines, request) -> None:
     """Ask for the same tokens of C++ and of the PyTorch kernels, which the variable allows."""
     settings = {"kv_policy": "pyramidkv", "kv_budget": 24, "dtype": "float32"}
     settings |= {"max_model_len": 512, "kv_cache_memory_bytes": 32 << 20}

@@ -12,15 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.beside import BUDGET, WINDOW
 from tests.engine.models import write_model
-from tests.engine.support import Engine, EnginePool, Job, Models, Outcome, greedy, random_prompts
-
-pytestmark = pytest.mark.engine
+from tests.engine.support import Engine, Job, Outcome, greedy, random_prompts
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_nothing_of_old_weights_is_found(
-    engines: EnginePool, tiny_model: Models, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_nothing_of_old_weights_is_found(engines, tiny_model, tmp_path, asynchronous) -> None:
     """Not in the cache, in host memory, in files, nor by requests that run meanwhile."""
     model, folder = tiny_model("mistral"), tmp_path / "kv"
     other = write_model("mistral", tmp_path / "other")

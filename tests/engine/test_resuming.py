@@ -17,7 +17,6 @@ from tests.engine.support import (
     Engine,
     EnginePool,
     Job,
-    Models,
     Outcome,
     Start,
     assert_same_tokens,
@@ -26,8 +25,6 @@ from tests.engine.support import (
     is_cpu_build,
     random_prompts,
 )
-
-pytestmark = pytest.mark.engine
 
 BLOCK, ANSWER = 16, 40
 # Tokens of what a user says in each turn; one is too short for an eviction of its own.
@@ -128,9 +125,7 @@ def test_who_is_preempted_or_aborted_says_the_same(engines: EnginePool, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
-def test_drafts_of_a_model(
-    engines: EnginePool, tiny_model: Models, tmp_path: Path, kind: str
-) -> None:
+def test_drafts_of_a_model(engines, tiny_model, tmp_path, kind) -> None:
     """Greedy tokens and hits are those without drafts, and drafts are accepted behind a hit."""
     if not is_cpu_build():
         pytest.skip("this build of vLLM verifies drafts on a GPU alone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,12 +27,9 @@ from tests.engine.support import (
     Job,
     Models,
     Outcome,
-    Start,
     greedy,
     random_prompts,
 )
-
-pytestmark = pytest.mark.engine
 
 BLOCK = 16
 MAX_TOKENS = 12
@@ -176,9 +172,7 @@ def test_other_models(engines: EnginePool, tiny_model: Models, tmp_path: Path, n
         ("xkv", {"fill_blocks": False, "retention": 0.5}),
     ],
 )
-def test_lengths_from_the_scores(
-    demo: Start, demo_reference: EvictedModel, tmp_path: Path, policy: str, args: dict[str, Any]
-) -> None:
+def test_lengths_from_the_scores(demo, demo_reference, tmp_path, policy, args) -> None:
     """Lengths, kept positions and decoding of the policies that solve each prompt."""
     retention = args.get("retention")
     engine = demo(

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput
 from tests.engine import models
 from tests.engine.drafts import write_eagle
 from tests.engine.failing import HONEST, REASONS, write_module
-from tests.engine.support import EnginePool, Job, random_prompts
+from tests.engine.support import Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.plans import THINS
 from tests.plumbing.children import Child, greedy
@@ -244,9 +244,7 @@ def _start(folder: Path, model: dict[str, Path], name: str) -> Child:
 
 
 @pytest.fixture(scope="module")
-def children(
-    model: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Child]]:
+def children(model, tmp_path_factory) -> Iterator[dict[str, Child]]:
     """The processes, side by side."""
     folder = tmp_path_factory.mktemp("runner-v2")
     running = {name: _start(folder, model, name) for name in ENGINES}
@@ -256,9 +254,7 @@ def children(
 
 
 @pytest.fixture(scope="module")
-def expected(
-    children: dict[str, Child], engines: EnginePool, model: dict[str, Path]
-) -> dict[str, list[tuple[list[int], dict[str, Any]]]]:
+def expected(children, engines, model) -> dict[str, list[tuple[list[int], dict[str, Any]]]]:
     """Tokens and reports of the first runner by policy, made while the others start."""
     found = {}
     for name, policy in POLICIES.items():
@@ -279,12 +275,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "policy"), RUNS)
-def test_runner(
-    children: dict[str, Child],
-    expected: dict[str, list[tuple[list[int], dict[str, Any]]]],
-    name: str,
-    policy: str,
-) -> None:
+def test_runner(children, expected, name, policy) -> None:
     runner, triton, backend, policies = ENGINES[name]
     result = children[name].results()[policies.index(policy)]
     stock = {
@@ -369,9 +360,7 @@ def _check_reports(policy: str, reports: list[dict[str, Any]]) -> None:
         assert read[2] > 45 * 2 * 16 * 4  # everything, of each KV head
 
 
-def test_failures_under_the_second_runner(
-    model: dict[str, Path], tmp_path: Path, engines: EnginePool
-) -> None:
+def test_failures_under_the_second_runner(model, tmp_path, engines) -> None:
     """Requests that fail end alone, with their reasons; the others say what they say alone."""
     settings = {**SETTINGS, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
     lengths = [HONEST[0], *REASONS, HONEST[1]]

@@ -20,7 +20,7 @@ import torch
 from tests.engine import models
 from tests.engine.drafts import write_eagle
 from tests.engine.families import make_family
-from tests.engine.support import Engine, EnginePool, Job, random_prompts
+from tests.engine.support import Engine, Job, random_prompts
 from tests.engine.support import greedy as greedy_params
 from tests.engine.test_fp8 import Written
 from tests.engine.test_runner_v2 import BESIDE as OF_RUNNERS_BESIDE
@@ -111,9 +111,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def children(
-    model: dict[str, Path], traces: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Child]]:
+def children(model, traces, tmp_path_factory) -> Iterator[dict[str, Child]]:
     """The processes, side by side."""
     folder, running = tmp_path_factory.mktemp("scaled-rows"), {}
     for name, (runner, dtype, policies) in ENGINES.items():
@@ -174,14 +172,7 @@ def run_oracle(engine: Engine, dtype: torch.dtype) -> list[tuple[list[int], dict
 
 
 @pytest.mark.parametrize(("name", "policy"), RUNS)
-def test_kept_positions_and_tokens(
-    children: dict[str, Child],
-    engines: EnginePool,
-    model: dict[str, Path],
-    traces: Path,
-    name: str,
-    policy: str,
-) -> None:
+def test_kept_positions_and_tokens(children, engines, model, traces, name, policy) -> None:
     _, dtype, policies = ENGINES[name]
     folder = traces / f"oracle-{name}-{policy}"
     engine = engines.get(model[policy], **SETTINGS, **POLICIES[policy], kv_trace=str(folder))

@@ -30,8 +30,6 @@ from tests.engine.support import (
 from vllm_pyramid.methods.pages.reads import PageReads
 from vllm_pyramid.policy import load_policy
 
-pytestmark = pytest.mark.engine
-
 MODEL, LAYERS, HEADS, KV_HEADS = "qwen3", 4, 4, 2
 N, DENSE, SINKS, RECENT = 16, 1, 1, 2  # of a block; layers; pages
 BUDGET = 6  # pages
@@ -140,9 +138,7 @@ def _check_best(found: list[int], scores: torch.Tensor, own: int) -> bool:
 
 
 @pytest.mark.parametrize(("scorer", "combine"), [("spread", "mean"), ("box", "max")])
-def test_an_independent_implementation_gives_its_tokens(
-    tiny: Start, model: Path, scorer: str, combine: str
-) -> None:
+def test_an_independent_implementation_gives_its_tokens(tiny, model, scorer, combine) -> None:
     attend = {**ATTEND, "scorer": scorer, "combine": combine}
     engine = tiny(MODEL, **{**SELECT, "kv_policy_args": {"attend": attend}})
     _fresh(engine).shuffle_blocks()
@@ -274,12 +270,7 @@ def test_drafts_change_nothing(tiny: Start) -> None:
 
 
 @pytest.mark.parametrize("span", [None, (20, 28)], ids=["alone", "with kv_keep"])
-def test_evicted_and_selected(
-    engines: EnginePool,
-    model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    span: tuple[int, int] | None,
-) -> None:
+def test_evicted_and_selected(engines, model, tmp_path_factory, span) -> None:
     """Half of the prompt is kept, and a part of that read: both as planned, and as an oracle's."""
     folder = tmp_path_factory.getbasetemp() / "evicted-and-selected"
     folder.mkdir(exist_ok=True)
@@ -345,9 +336,7 @@ def test_evicted_inside_the_prompt_and_selected(tiny: Start) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "lfm2", "gemma3n"])
-def test_layers_of_other_kinds_attend_as_ever(
-    engines: EnginePool, tmp_path: Path, family: str
-) -> None:
+def test_layers_of_other_kinds_attend_as_ever(engines, tmp_path, family) -> None:
     """Windows, learned sinks, states: only layers with full attention select."""
     folder = make_hybrid(family, tmp_path)
     jobs = {"lengths": (33, 257, 512)}

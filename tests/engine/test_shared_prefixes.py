@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.engine.support import Job, Start, assert_same_tokens, greedy, random_prompts
 from vllm_pyramid.kernels.contract import FEWEST_KEYS
 from vllm_pyramid.kernels.cpu.library import shared_rows
-
-pytestmark = pytest.mark.engine
 
 PREFIX, TAILS, ANSWER = 1600, (40, 90, 33, 64, 121, 57, 75, 48, 100), 12
 HEADS, LAYERS = 4, 4  # of the model "mistral"

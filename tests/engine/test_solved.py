@@ -12,8 +12,6 @@ import pytest
 from tests.engine.support import Job, Outcome, Start, greedy, random_prompts
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 
-pytestmark = pytest.mark.engine
-
 BLOCK = 16
 SETTINGS: dict[str, Any] = {
     "kv_policy": "xkv",

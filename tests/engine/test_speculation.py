@@ -25,8 +25,6 @@ from tests.engine.support import (
     is_cpu_build,
 )
 
-pytestmark = pytest.mark.engine
-
 SPECULATION = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -195,13 +193,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         ("draft_model", "snapkv", 170),  # some are preempted
     ],
 )
-def test_a_model_drafts(
-    engines: EnginePool,
-    drafters: dict[str, tuple[Path, dict[str, Any]]],
-    method: str,
-    policy: str,
-    blocks: int,
-) -> None:
+def test_a_model_drafts(engines, drafters, method, policy, blocks) -> None:
     """Its layers keep all, in tables of their own, and prefixes are found with them."""
     model, speculation = drafters[method]
     own = POLICIES[policy]
@@ -222,9 +214,7 @@ def test_windows_beside_it(engines: EnginePool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_drafting_leaves_the_threads_alone(
-    engines: EnginePool, tiny_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafting_leaves_the_threads_alone(engines, tiny_model, monkeypatch) -> None:
     """numba sets the number of OpenMP threads of its process when its own start."""
     engines.close()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -29,8 +29,6 @@ from tests.engine.support import (
 from vllm_pyramid.policy.policy import TRACE_WINDOW
 from vllm_pyramid.step.trace_files import read_kept
 
-pytestmark = pytest.mark.engine
-
 LAYERS, HEADS, LANE_BLOCK = 8, 4, 64  # of `random_model`, with blocks of 16 tokens
 SINKS, RECENT = 16, 40
 MAX_TOKENS = 12
@@ -102,9 +100,7 @@ def check_recall(
             assert share == pytest.approx(1) if whole[layer, head] else share < 0.999
 
 
-def test_each_head_keeps_what_the_mask_says(
-    demo: Start, random_model: Path, tmp_path: Path
-) -> None:
+def test_each_head_keeps_what_the_mask_says(demo, random_model, tmp_path) -> None:
     """By its report, and by a trace, which also says what part of the attention is kept."""
     engine = demo(
         kv_policy="duoattention",
@@ -202,9 +198,7 @@ def test_where_no_head_keeps_everything_what_is_overwritten_is_copied(
     engine.check_whole()
 
 
-def test_heads_that_keep_everything_share_behind_the_eviction(
-    engines: EnginePool, random_model: Path
-) -> None:
+def test_heads_that_keep_everything_share_behind_the_eviction(engines, random_model) -> None:
     """Two requests with one prompt hold the shared blocks of these heads once, others' never."""
     engine = caching_engine(engines, random_model)
     engine.llm.reset_prefix_cache()

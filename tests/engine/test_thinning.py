@@ -13,7 +13,6 @@ import torch
 
 from tests.engine.support import (
     Engine,
-    EnginePool,
     Job,
     Models,
     Outcome,
@@ -26,8 +25,6 @@ from tests.engine.support import (
 from tests.engine.thinned_paper import Run, Settings, ThinnedModel
 from tests.scheduler.checks import check_pool
 from vllm_pyramid.methods.thinning.kernels import cpu
-
-pytestmark = pytest.mark.engine
 
 BLOCK = 16
 PIECE = 128
@@ -103,9 +100,7 @@ def _check_generated(
     return run.thinned
 
 
-def test_what_is_generated_is_thinned(
-    engines: EnginePool, tiny_model: Models, tmp_path: Path
-) -> None:
+def test_what_is_generated_is_thinned(engines, tiny_model, tmp_path) -> None:
     """Every eviction of long answers in mixed batches, with preemptions, beside a full request."""
     path = tiny_model("llama-mha")
     generated = {"gen_window": 32, "gen_interval": 16, "gen_compress_ratio": 0.8}
@@ -176,15 +171,7 @@ def _jobs(vocab_size: int, *, staggered: bool) -> list[Job]:
         ("qwen3", {**ARGS, "interval": 3, "sinks": 0, "recent_ratio": 0.4}, False),
     ],
 )
-def test_models(
-    engines: EnginePool,
-    tiny_model: Models,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    args: dict[str, Any],
-    fill_blocks: bool,
-) -> None:
+def test_models(engines, tiny_model, tmp_path, monkeypatch, name, args, fill_blocks) -> None:
     """Mixed batches, prompts of up to five pieces, physical blocks in random order."""
     score, calls = cpu.recent_mass, []
 

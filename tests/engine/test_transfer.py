@@ -248,9 +248,7 @@ def _params(**own: Any) -> Any:
         ("uncached", {"skip_reading_prefix_cache": True}),
     ],
 )
-def test_what_cannot_be_exact_is_computed(
-    start: Start, folder: Path, label: str, own: dict[str, Any]
-) -> None:
+def test_what_cannot_be_exact_is_computed(start, folder, label, own) -> None:
     engine = start("pyramidkv")
     (prompt,) = random_prompts([200], seed=5)
     (expected,) = engine.generate([prompt], _params(**own))
@@ -292,9 +290,7 @@ def _other_version(path: Path) -> None:
     ],
     ids=["no-head", "head", "version", "no-part", "part", "cut", "longer", "swapped"],
 )
-def test_a_damaged_state_costs_a_prefill(
-    start: Start, folder: Path, damage: Any, label: str
-) -> None:
+def test_a_damaged_state_costs_a_prefill(start, folder, damage, label) -> None:
     """The same tokens, by an own computation; beside others that nothing happens to."""
     engine = start("pyramidkv", kv_transfer_config=connector(folder, wait_s=0.2))
     prompts = random_prompts([300, 170, 90], seed=6)

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.support import EnginePool, Job, Models, greedy, is_cpu_build, random_prompts
-
-pytestmark = pytest.mark.engine
+from tests.engine.support import EnginePool, Job, greedy, is_cpu_build, random_prompts
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -43,9 +41,7 @@ THINNED: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler_cache")
-def test_compiled_where_prompts_are_thinned(
-    engines: EnginePool, tiny_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_where_prompts_are_thinned(engines, tiny_model, monkeypatch) -> None:
     """Steps that thin a prompt run without torch.compile, others with it, and the log says so."""
     from vllm_pyramid.compat import thin_forward
 
@@ -89,9 +85,7 @@ def test_compiled_where_prompts_are_thinned(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
-def test_small_weights_on_a_processor_with_amx(
-    engines: EnginePool, tiny_model: Models, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_small_weights_on_a_processor_with_amx(engines, tiny_model, monkeypatch, name) -> None:
     """vLLM multiplies with small weights (routers, small vocabularies) by other operators there.
 
     They run without AMX too, so its answer is forced. The CUDA wheel has none of them, and vLLM

@@ -12,8 +12,6 @@ import pytest
 from vllm_pyramid.frontend.anchor import MAX_LINE, MAX_LINES, Anchor, parse_anchor
 from vllm_pyramid.frontend.settings import KVSettings
 
-pytestmark = pytest.mark.cpu
-
 RULES = parse_anchor("billing,Request id: *")
 
 

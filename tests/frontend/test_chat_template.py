@@ -29,8 +29,6 @@ from vllm_pyramid.frontend.chat_template import (
 from vllm_pyramid.policy.limits import MAX_SPANS
 from vllm_pyramid.policy.served_settings import ServedSettings
 
-pytestmark = pytest.mark.cpu
-
 CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
     "{% for one in documents or [] %}{{ one.title }}: {{ one.text }}\n{% endfor %}"
@@ -243,9 +241,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("messages", "fails", "why"), CASES)
-def test_what_cannot_be_marked_is_served(
-    messages: list[Any], fails: Any, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_marked_is_served(messages, fails, why, monkeypatch) -> None:
     """Without spans by default; `--kv-keep` refuses it."""
     settings = SimpleNamespace(keep_template=None, keep_tools=True)
     monkeypatch.setattr(ServedSettings, "of", lambda config: settings)

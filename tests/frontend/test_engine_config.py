@@ -26,8 +26,6 @@ from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import OF_REQUESTS, Feature, refuse
 
-pytestmark = pytest.mark.cpu
-
 WINDOWS = MistralConfig(num_hidden_layers=2, sliding_window=64)
 STATES = transformers.FalconH1Config(num_hidden_layers=2)
 
@@ -198,9 +196,7 @@ def test_what_is_not_refused(policy: str, device: str, changes: dict[str, Any]) 
         ("adakv", "cpu", {"parallel_config.tensor_parallel_size": 2}, "would solve other"),
     ],
 )  # fmt: skip
-def test_what_vllm_switched_on_is_refused(
-    policy: str, device: str, changes: dict[str, Any], advice: str
-) -> None:
+def test_what_vllm_switched_on_is_refused(policy, device, changes, advice) -> None:
     """Also what drafts and caches are, however they were asked for."""
     with pytest.raises(ValueError, match=f"does not work .*{advice}"):
         start(policy, device, **changes)
@@ -227,9 +223,7 @@ def test_pipeline_stages_are_not_scheduled_asynchronously(
     assert args.async_scheduling is is_async
 
 
-def test_arguments_serve_another_engine_afterwards(
-    monkeypatch: pytest.MonkeyPatch, random_model: Path
-) -> None:
+def test_arguments_serve_another_engine_afterwards(monkeypatch, random_model) -> None:
     """What a policy changes is for its own engine."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -349,12 +343,7 @@ def cached_as(dtype: str) -> dict[str, Any]:
         ((9, 0), model_config(gemma(512)), "TRITON_ATTN"),
     ],
 )
-def test_the_backend_is_one_that_vllm_will_accept(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    config: dict[str, Any],
-    backend: str,
-) -> None:
+def test_the_backend_is_one_that_vllm_will_accept(monkeypatch, capability, config, backend) -> None:
     backends = of_cuda(monkeypatch, capability)
     assert backends.take_backend(resolved_config(**config)) == backend
 
@@ -428,9 +417,7 @@ def test_a_draft_models_layers_keep_all_and_come_last() -> None:
         ({"non_causal": True}, "not causal"),
     ],
 )
-def test_layers_that_eviction_would_falsify_are_refused(
-    changes: dict[str, Any], reason: str
-) -> None:
+def test_layers_that_eviction_would_falsify_are_refused(changes, reason) -> None:
     with pytest.raises(ValueError, match=reason):
         per_layer(specs(**changes))
 
@@ -472,9 +459,7 @@ def graphs(mode: str, *, inductor: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["kcache", "pyramidkv", "select"])
-def test_graphs_leave_out_what_a_method_attends_to(
-    monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
+def test_graphs_leave_out_what_a_method_attends_to(monkeypatch, policy) -> None:
     """vLLM's default becomes graphs between the layers' attention, with a line that says why."""
     from vllm_pyramid.frontend import graphs as module
 

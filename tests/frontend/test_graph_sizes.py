@@ -16,8 +16,6 @@ from vllm_pyramid.frontend.entry import PolicyConfig
 from vllm_pyramid.frontend.settings import KVSettings
 from vllm_pyramid.version import __version__
 
-pytestmark = pytest.mark.cpu
-
 STOCK = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's, for 256 requests and more
 
 
@@ -115,9 +113,7 @@ def test_no_step_has_more_tokens_than_vllm_schedules(sizes: Any) -> None:
     assert sizes(tokens=544)[-2:] == [528, 544]
 
 
-def test_one_warning_where_no_run_of_the_pair_is_on_record(
-    monkeypatch: pytest.MonkeyPatch, start: Any
-) -> None:
+def test_one_warning_where_no_run_of_the_pair_is_on_record(monkeypatch, start) -> None:
     """It names the versions of both, and the command."""
     from vllm_pyramid.frontend import gpu_runs
 

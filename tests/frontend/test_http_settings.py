@@ -20,8 +20,6 @@ from vllm_pyramid.policy.request_keys import is_session_name
 from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.session_sources import parse_session_from
 
-pytestmark = pytest.mark.cpu
-
 AGENTS = ("session_id", "x-claude-code-session-id", "prompt_cache_key")
 ODD_NAMES = ("two words", "-a", "a" * 129, "naïve", "\ud800")
 

@@ -14,8 +14,6 @@ from fastapi import FastAPI
 
 from vllm_pyramid.frontend import page, server
 
-pytestmark = pytest.mark.cpu
-
 
 def test_viewers_share_what_the_engine_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []

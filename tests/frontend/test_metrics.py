@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-pytestmark = pytest.mark.cpu
-
 
 def _totals(evictions: int, layers: list[int], held: list[int]) -> dict[str, Any]:
     return {

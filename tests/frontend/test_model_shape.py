@@ -16,8 +16,6 @@ from vllm_pyramid.frontend.cache_shape import CacheShape, OtherLayers
 from vllm_pyramid.frontend.layer_kinds import CHUNKED, SLIDING, STATE, has_other_layers, has_states
 from vllm_pyramid.frontend.model_shape import shape_of_model, state_block_size
 
-pytestmark = pytest.mark.cpu
-
 KINDS = {"sliding": SLIDING, "chunked": CHUNKED}
 
 
@@ -148,9 +146,7 @@ RELEASED: list[tuple[str, dict[str, Any], Any, Any, Any]] = [
     RELEASED,
     ids=[f"{name}-{len(options)}" for name, options, *_ in RELEASED],
 )
-def test_configurations_as_released(
-    name: str, options: dict[str, Any], layers: Any, heads: Any, beside: Any, tmp_path: Path
-) -> None:
+def test_configurations_as_released(name, options, layers, heads, beside, tmp_path) -> None:
     getattr(transformers, name)(**options).save_pretrained(tmp_path)
     shape, _ = shape_of_model(str(tmp_path), "bfloat16")
     assert shape.layers == layers

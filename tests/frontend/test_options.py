@@ -8,10 +8,6 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.cpu
-
 LIMITS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 HEADING = "## vLLM's options, one by one"
 # Named twice: with what it belongs to, and for the value of it that is refused.

@@ -14,8 +14,6 @@ from vllm_pyramid.policy.overrides import RequestOverrides
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 from vllm_pyramid.tools.command_parts import parse_engine_args
 
-pytestmark = pytest.mark.cpu
-
 POLICY = {"kv_policy": "pyramidkv", "kv_budget": "12%"}
 
 

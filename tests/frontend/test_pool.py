@@ -15,8 +15,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.fit import Pool, check_fit
 from vllm_pyramid.policy.request import check_request
 
-pytestmark = pytest.mark.cpu
-
 
 def config(stages: int = 1) -> Any:
     """A model of 5 layers with 4 KV heads."""
@@ -42,9 +40,7 @@ def config(stages: int = 1) -> Any:
 
 @pytest.mark.parametrize(("policy", "lanes"), [("snapkv-chunked", 1), ("duoattention", 4)])
 @pytest.mark.parametrize(("stages", "layers"), [(1, (5,)), (2, (3, 2))])
-def test_heads_with_tables_of_their_own_are_layers(
-    policy: str, lanes: int, stages: int, layers: tuple[int, ...]
-) -> None:
+def test_heads_with_tables_of_their_own_are_layers(policy, lanes, stages, layers) -> None:
     of_stages = tuple(count * lanes for count in layers)
     pool = pool_of(config(stages), load_policy(policy).heads)
     assert pool == Pool(5 * lanes, 64, 100, 1000, stages=of_stages)

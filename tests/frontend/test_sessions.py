@@ -21,8 +21,6 @@ from vllm_pyramid.policy.request import TEMPLATE_KEY
 from vllm_pyramid.policy.resumed import WHY_KEY
 from vllm_pyramid.policy.served_settings import SERVED_KEY
 
-pytestmark = pytest.mark.cpu
-
 FIRST, SECOND = [7] * 400, [*[7] * 400, *[8] * 300]
 THIRD = [*SECOND, *[9] * 200]
 

@@ -27,8 +27,6 @@ from vllm_pyramid.policy.request import (
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.policy.served_settings import SERVED_KEY, ServedSettings
 
-pytestmark = pytest.mark.cpu
-
 
 def test_there_and_back() -> None:
     config = {

@@ -16,7 +16,6 @@ import torch
 from lab.cost.model import step_parameters
 from vllm_pyramid.tools.bench.shapes import SHAPES, write_model
 
-pytestmark = pytest.mark.cpu
 SMALL = SHAPES["small"]
 GIB = 2**30
 
@@ -73,16 +72,12 @@ def test_the_users_type_stays(chosen: Callable[..., tuple[str, str]], dtype: Any
     assert chosen(dtype=dtype) == (str(dtype).removeprefix("torch."), "auto")
 
 
-def test_a_processor_that_multiplies_bfloat16_does(
-    chosen: Callable[..., tuple[str, str]], weights: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_that_multiplies_bfloat16_does(chosen, weights, monkeypatch) -> None:
     monkeypatch.setattr(weights, "has_bfloat16_products", lambda: True)
     assert chosen() == ("bfloat16", "auto")
 
 
-def test_an_engine_without_a_policy_is_vllms(
-    chosen: Callable[..., tuple[str, str]], weights: Any
-) -> None:
+def test_an_engine_without_a_policy_is_vllms(chosen, weights) -> None:
     assert chosen() == ("float32", "bfloat16")
     assert weights.DECIDED in os.environ
     assert chosen(policy="none") == ("bfloat16", "auto")
@@ -100,21 +95,13 @@ def test_an_engine_without_a_policy_is_vllms(
         (0.9, {"gpu_memory_utilization": 0.001}, False),
     ],
 )
-def test_only_where_memory_allows(
-    chosen: Callable[..., tuple[str, str]],
-    tmp_path: Path,
-    gib: float,
-    own: dict[str, Any],
-    fits: bool,
-) -> None:
+def test_only_where_memory_allows(chosen, tmp_path, gib, own, fits) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(int(gib * GIB))  # takes no room
     assert chosen(**own)[0] == ("float32" if fits else "bfloat16")
 
 
-def test_a_process_that_starts_later_decides_the_same(
-    chosen: Callable[..., tuple[str, str]], weights: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_starts_later_decides_the_same(chosen, weights, monkeypatch) -> None:
     """An API server of several: the engine has taken its memory by then."""
     from vllm_pyramid.compat.platform import defaults
 
@@ -156,9 +143,7 @@ def test_sizes_by_files_and_by_the_configuration(weights: Any, tmp_path: Path) -
         ({"architecture": "aarch64"}, "", True),  # not looked into
     ],
 )
-def test_products_of_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], ceiling: str, has: bool
-) -> None:
+def test_products_of_bfloat16(monkeypatch, found, ceiling, has) -> None:
     from vllm_pyramid.frontend import weights
 
     found = {"architecture": "x86_64", **found}

@@ -16,7 +16,6 @@ from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 # The kernels in `triton_matrix` run on CPU tensors under Triton's interpreter, or on a device.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WHERE = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
 
 
 def take(record: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -43,12 +42,15 @@ def attend(
     module: Any, batch: AttentionBatch, softmax: Softmax, **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, in float64 where `compute_dtype` is given, and the log-sum-exp."""
+    tokens, heads, size = batch.query.shape
     dtype = torch.float64 if "compute_dtype" in more else torch.float32
-    out, lse = (
-        torch.full(batch.query.shape, 7.0, dtype=dtype),
-        torch.full(batch.query.shape[:2], 9.0),
+    wider, lse = (
+        torch.full((tokens, heads + 1, size), 7.0, dtype=dtype),
+        torch.full((tokens, heads), 9.0),
     )
-    module.paged_attention(out, batch, softmax, log_sum_exp=lse, **more)
+    out = wider[:, :heads]  # of strides that the query has not
+    module.paged_attention(out, batch, softmax, **{"log_sum_exp": lse, **more})
+    assert (wider[:, heads] == 7.0).all()
     return out, lse
 
 

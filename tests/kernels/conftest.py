@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from vllm_pyramid.kernels.cpu import functions as cpu
+from tests.kernels.arguments import attend, take_softmax
+from tests.kernels.every_kernel import cpu, reference
+from tests.kernels.readers import Reader, windows
 from vllm_pyramid.kernels.cpu.library import ISA_VARIABLE, isas
 from vllm_pyramid.kernels.records import AttentionBatch, WindowBatch
 
@@ -39,10 +43,8 @@ class Batch:
         caches = (self.query[begin:end], self.key_cache, self.value_cache)
         return Batch(*caches, self.block_table[one], starts, self.seq_lens[one], self.skips[one])
 
-    def windows(self, window: int, max_prompt_len: int | None = None) -> WindowBatch:
-        """Return the last queries of the requests, whose prompts end in this step."""
-        inputs = (self.query, self.key_cache, self.block_table, self.query_start_loc[1:])
-        return WindowBatch(*inputs, self.seq_lens, window, max_prompt_len)
+    def windows(self, window: int) -> WindowBatch:
+        return windows(self.attention(), window)
 
 
 def build_batch(
@@ -116,6 +118,64 @@ def each_isa() -> Iterator[Callable[[], Iterator[str]]]:
 
     yield walk
     cpu.set_isa(before)
+
+
+@pytest.fixture
+def check_attention(each_isa) -> Callable[..., None]:
+    """Check on every instruction set: at most twice PyTorch's error in the dtype of the queries.
+
+    `plain` is the same batch in float64, where the cache has 8-bit floats.
+    """
+
+    def check(batch: AttentionBatch, plain: AttentionBatch | None = None, **options: Any) -> None:
+        softmax, plain = take_softmax(options, batch.query.shape[2] ** -0.5), plain or batch
+        right, right_lse = attend(reference, plain, softmax, compute_dtype=torch.float64)
+        rough, _ = attend(reference, plain, softmax, compute_dtype=batch.query.dtype)
+        allowed = 2 * (rough - right).abs().max().item() + 2e-6
+        for isa in each_isa():
+            found, lse = attend(cpu, batch, softmax)
+            error = (found - right).abs().max().item()
+            assert error <= allowed, f"{isa}: error {error:.3g}, allowed {allowed:.3g}"
+            torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
+            assert torch.equal(attend(cpu, batch, softmax, log_sum_exp=None)[0], found), isa
+        if plain is not batch:
+            found, lse = attend(reference, batch, softmax)
+            torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
+
+    return check
+
+
+@pytest.fixture
+def check_reader(each_isa) -> Callable[..., torch.Tensor]:
+    """Compare with float64 on every instruction set, with and without attention's log-sum-exp."""
+
+    def check(
+        reader: Reader, batch: AttentionBatch, plain: AttentionBatch | None = None, **options: Any
+    ) -> torch.Tensor:
+        softmax, plain = take_softmax(options, batch.query.shape[2] ** -0.5), plain or batch
+        right = reader.run(reference, plain, softmax, **options, compute_dtype=torch.float64)
+
+        def compare(module: Any, who: str, times: int = 1, **more: Any) -> None:
+            found = reader.run(module, batch, softmax, **options, **more) * times
+            torch.testing.assert_close(
+                found, right, **reader.near, msg=lambda text: f"{who}: {text}"
+            )
+            assert not found[right == 0].any(), who
+
+        _, lse = attend(reference, batch, softmax)
+        for isa in each_isa():
+            compare(cpu, isa)
+            compare(cpu, isa, log_sum_exp=attend(cpu, batch, softmax)[1])
+        compare(reference, "reference", log_sum_exp=lse)
+        if plain is not batch:
+            compare(reference, "reference")
+        if softmax.sinks is None and options.get("kind") != "below_average":
+            for module in (cpu, reference):  # a larger one halves every weight
+                compare(module, "doubled", 2, log_sum_exp=lse + math.log(2))
+        return right
+
+    return check
 
 
 @pytest.fixture

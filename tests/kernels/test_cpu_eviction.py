@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,97 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.arguments import check_no_requests, head_sinks, take_reduction, take_softmax
+from tests.kernels.arguments import check_no_requests, take_softmax
 from tests.kernels.every_kernel import cpu, reference
+from tests.kernels.readers import READERS, window_scores
 from vllm_pyramid.kernels.records import GQA_REDUCTIONS, POOLINGS, Reduction, Softmax
-
-pytestmark = pytest.mark.cpu
 
 
 def scores_of(module: Any, batch: Any, window: int, **options: Any) -> torch.Tensor:
-    prompts = batch.windows(window, options.pop("max_prompt_len", None))
     softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
-    return module.window_scores(prompts, softmax, take_reduction(options), **options)
-
-
-@pytest.fixture
-def assert_scores(each_isa) -> Callable[..., None]:
-    """Check on every instruction set, with and without attention's log-sum-exp, against float64."""
-
-    def check(batch: Any, **options: Any) -> None:
-        right = scores_of(reference, batch, compute_dtype=torch.float64, **options)
-        finite = ~right.isneginf()
-        lse, out = torch.full(batch.query.shape[:2], math.nan), torch.empty_like(batch.query)
-        softmax = take_softmax({**options}, batch.query.shape[2] ** -0.5)
-        for _ in each_isa():
-            cpu.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
-            for given_lse in (None, lse):
-                found = scores_of(cpu, batch, **options, log_sum_exp=given_lse)
-                assert torch.equal(found.isneginf(), ~finite)
-                torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
-        reference.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse)
-        found = scores_of(reference, batch, **options, log_sum_exp=lse)
-        torch.testing.assert_close(found[finite], right[finite], rtol=1e-4, atol=1e-9)
-        if softmax.sinks is not None:
-            return
-        lse += math.log(2)  # it is used
-        for module in (cpu, reference):
-            found = scores_of(module, batch, **options, log_sum_exp=lse)
-            torch.testing.assert_close(found[finite] * 2, right[finite], rtol=1e-4, atol=1e-9)
-
-    return check
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head_size", [32, 64, 128, 40, 512])
-def test_window_scores(make_batch, assert_scores, dtype, group, head_size) -> None:
-    shape = {"dtype": dtype, "group": group, "head_size": head_size}
-    assert_scores(make_batch([1100, 57, 300], [20, 16, 9], **shape), window=8)
+    return window_scores(module, batch.attention(), softmax, window=window, **options)
 
 
 @pytest.mark.parametrize("gqa_reduce", GQA_REDUCTIONS)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("kernel_size", [1, 5, 7, 31])
-def test_reductions_and_pooling(
-    make_batch, assert_scores, gqa_reduce, pooling, kernel_size
-) -> None:
+def test_reductions_and_pooling(make_batch, check_reader, gqa_reduce, pooling, kernel_size) -> None:
     batch = make_batch([90, 45, 17], [16, 32, 16], group=3, layout="rows", block_size=8)
     options = {"gqa_reduce": gqa_reduce, "pooling": pooling, "kernel_size": kernel_size}
-    assert_scores(batch, window=16, soft_cap=2.5 if kernel_size == 7 else 0.0, **options)
-
-
-def test_reference_counts_the_sinks(make_batch) -> None:
-    """Compute each query and head: a sink is one more key, whose weight no token gets."""
-    batch = make_batch([37], [30], group=3)
-    sinks = head_sinks(6)
-    options = {"gqa_reduce": "sum", "pooling": "none", "compute_dtype": torch.float64}
-    found = scores_of(reference, batch, window=4, sinks=sinks, **options)[0]
-    keys = reference.gather_tokens(batch.key_cache, batch.block_table[0], 0, 37).double()
-    for kv_head in range(2):
-        expected = torch.zeros(33, dtype=torch.float64)
-        for head in range(kv_head * 3, kv_head * 3 + 3):
-            for i in range(4):
-                logits = keys[: 34 + i, kv_head] @ batch.query[26 + i, head].double() / 8
-                logits = torch.cat([logits, sinks[head : head + 1].double()])
-                expected += logits.softmax(0)[:33]
-        torch.testing.assert_close(found[kv_head].double(), expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gqa_reduce", GQA_REDUCTIONS)
-@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
-def test_sinks(make_batch, assert_scores, dtype, gqa_reduce, soft_cap) -> None:
-    """Give each head of a group another sink; without sinks, or reordered, the scores differ."""
-    batch = make_batch([1100, 57, 300], [20, 16, 9], group=4, dtype=dtype)
-    sinks = head_sinks(8, dtype)
-    options = {"window": 8, "gqa_reduce": gqa_reduce, "soft_cap": soft_cap}
-    assert_scores(batch, sinks=sinks, **options)
-    found, turned, plain = (
-        scores_of(cpu, batch, sinks=some, **options)[1, :, :49]
-        for some in (sinks, sinks.flip(0).contiguous(), None)
-    )
-    assert (found < 0.9 * plain).all() and ((found - turned).abs() > 0.1 * found).any()
+    options |= {"window": 16, "soft_cap": 2.5 if kernel_size == 7 else 0.0}
+    check_reader(READERS["window scores"], batch.attention(), **options)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -123,8 +50,9 @@ def test_sinks_far_from_the_logits(make_batch, each_isa, given) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 9, 64])
-def test_windows(make_batch, assert_scores, two_threads, window) -> None:
-    assert_scores(make_batch([1025, 65, 2048], [64, 64, 64], group=4), window=window)
+def test_windows(make_batch, check_reader, two_threads, window) -> None:
+    batch = make_batch([1025, 65, 2048], [64, 64, 64], group=4).attention()
+    check_reader(READERS["window scores"], batch, window=window)
 
 
 def test_scores_without_room_for_the_logits(make_batch) -> None:
@@ -161,7 +89,6 @@ def test_bad_scores_raise(make_batch) -> None:
         (batch, "gqa_reduce 'median'", {"gqa_reduce": "median"}),
         (batch, "kernel_size 4 must be positive and odd", {"kernel_size": 4}),
         (batch, "more than the output holds", {"max_prompt_len": 50}),
-        (batch, r"sinks must be contiguous \[4\], got \(2,\)", {"sinks": torch.zeros(2)}),
         (batch, r"sinks has dtype torch\.float64", {"sinks": torch.zeros(4).double()}),
         (wide, r"head size 520: .* up to 512", {}),
         (long, "request 1 has 4000 tokens", {}),
@@ -218,9 +145,7 @@ def test_select_many_threads(two_threads) -> None:
     st.sampled_from([(16, 64), (8, 128), (16, 24), (16, 512)]),
     st.booleans(),
 )
-def test_compact_moves_bits(
-    arguments: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int], planes: bool
-) -> None:
+def test_compact_moves_bits(arguments, dtype, shape, planes) -> None:
     kept = reference.select(**arguments)
     requests, heads = kept.shape[:2]
     block_size, head_size = shape

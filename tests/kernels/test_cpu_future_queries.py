@@ -14,8 +14,6 @@ from tests.methods.views import cos_sin
 from vllm_pyramid.kernels.records import WindowBatch
 from vllm_pyramid.step.rotary import Rotary
 
-pytestmark = pytest.mark.cpu
-
 
 def windows(make_batch, **options: Any) -> WindowBatch:
     """Return three requests of which the last 16 queries are turned, among others."""

@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,16 +18,12 @@ from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library as cpu_library
 
-pytestmark = pytest.mark.cpu
-
 REFERENCES = [(*found, True) for found in contracts_of(reference)]
 FUNCTIONS = [*((*found, False) for found in contracts_of(cpu)), *REFERENCES]
 
 
 @pytest.mark.parametrize(("contract", "module", "name", "is_reference"), FUNCTIONS)
-def test_signatures_are_the_contract(
-    contract: type, module: ModuleType, name: str, is_reference: bool
-) -> None:
+def test_signatures_are_the_contract(contract, module, name, is_reference) -> None:
     """Compare parameters exactly; only the reference has one more, its `compute_dtype`."""
     wanted = inspect.signature(getattr(contract, name)).parameters
     found = inspect.signature(getattr(module, name)).parameters
@@ -65,18 +60,14 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("value", ["", "0", "yes"])
-def test_without_the_library_there_are_no_kernels(
-    no_library: None, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_without_the_library_there_are_no_kernels(no_library, monkeypatch, value) -> None:
     monkeypatch.setenv(ops.REFERENCE_VARIABLE, value)
     with pytest.raises(RuntimeError, match=r"C\+\+17 compiler and reinstall.*_REFERENCE=1 to run"):
         ops.get_ops("cpu")
     assert cpu.load_error()
 
 
-def test_the_reference_is_allowed_with_one_warning(
-    no_library: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_is_allowed_with_one_warning(no_library, monkeypatch) -> None:
     monkeypatch.setenv(ops.REFERENCE_VARIABLE, "1")
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
@@ -92,9 +83,7 @@ def test_the_reference_is_allowed_with_one_warning(
         ops.logger.removeHandler(handler)
 
 
-def test_another_version_of_the_library_is_refused(
-    no_library: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_of_the_library_is_refused(no_library, monkeypatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "ABI_VERSION", cpu_library.ABI_VERSION + 1)
     with pytest.raises(RuntimeError, match=r"interface, this package needs .*rebuild it with"):

@@ -17,8 +17,6 @@ from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.kernels.records import SUMMARY_ROWS, PageBatch
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
-pytestmark = pytest.mark.cpu
-
 NAN, NEGATIVE_NAN = 0x7FC00000, -0x400000  # the processor's own is negative
 LENS = [300, 1300, 700, 95, 60]
 QUERY_LENS = [90, 1, 1, 4, 60]

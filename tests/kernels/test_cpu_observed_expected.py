@@ -16,8 +16,6 @@ from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 
-pytestmark = pytest.mark.cpu
-
 LENS, STARTS = [1100, 57, 300], [0, 11, 150]
 SHAPE = ScoreShape(sinks=4, window=24, kernel_size=21, expected=0.25)
 

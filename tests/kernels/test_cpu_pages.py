@@ -25,8 +25,6 @@ from vllm_pyramid.methods.pages.kernels.records import (
     PageSelection,
 )
 
-pytestmark = pytest.mark.cpu
-
 # Drafts, a hidden part of a page, a request that sees one page, a window of AMX's tiles, splits.
 LENS = [1, 300, 64, 700, 1500, 20]
 QUERY_LENS = [1, 5, 1, 2, 1, 1]
@@ -192,9 +190,7 @@ def chosen(module: Any, pages: Pages, budget: int) -> PageSelection:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 128), (7, 40), (8, 64), (12, 32)])
 @pytest.mark.parametrize("block_size", [16, 24])
-def test_all_pages_are_dense_attention(
-    each_isa, dtype: torch.dtype, group: int, head_size: int, block_size: int
-) -> None:
+def test_all_pages_are_dense_attention(each_isa, dtype, group, head_size, block_size) -> None:
     """Give a budget beyond every length: the lists are the tables, and so are the bits."""
     pages = made(dtype, group=group, head_size=head_size, block_size=block_size)
     softmax = Softmax(head_size**-0.5, soft_cap=9.0 if group == 7 else 0.0)
@@ -207,9 +203,7 @@ def test_all_pages_are_dense_attention(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_size"), [(1, 64), (4, 128), (7, 40), (8, 64)])
-def test_every_path_reads_the_pages_of_its_head(
-    each_isa, dtype: torch.dtype, group: int, head_size: int
-) -> None:
+def test_every_path_reads_the_pages_of_its_head(each_isa, dtype, group, head_size) -> None:
     """Move each KV head to blocks of its own: prompts, drafts and decode steps keep their bits."""
     of = [1, 37, 300, 700, 20, 1500], [1, 5, 90, 1, 0, 3], [0, 0, 41, 0, 0, 700]
     batch = made(dtype, of, group=group, head_size=head_size).batch
@@ -244,9 +238,7 @@ def test_every_path_reads_the_pages_of_its_head(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_size"), [(2, 64), (6, 128)])
-def test_only_the_chosen_pages_are_read(
-    each_isa, dtype: torch.dtype, group: int, head_size: int
-) -> None:
+def test_only_the_chosen_pages_are_read(each_isa, dtype, group, head_size) -> None:
     """Overwrite all others with NaN, for each KV head: the same bits, close to the reference."""
     of = [300, 700, 90, 1500], [1] * 4, [37, 0, 0, 640]
     pages = made(dtype, of, group=group, head_size=head_size)

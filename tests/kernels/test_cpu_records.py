@@ -13,8 +13,6 @@ from vllm_pyramid.kernels.cpu import checks as cpu_checks
 from vllm_pyramid.kernels.cpu import library as cpu_library
 from vllm_pyramid.kernels.cpu import structs as cpu_records
 
-pytestmark = pytest.mark.cpu
-
 HEADER = Path(__file__).parents[2] / "csrc" / "cpu" / "abi.h"
 
 
@@ -56,9 +54,7 @@ def test_a_definition_in_cpp_is_read() -> None:
         ("PyrUnknown", SELECT, ""),
     ],
 )
-def test_another_record_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, fields: list[str], message: str
-) -> None:
+def test_another_record_is_an_error(monkeypatch, name, fields, message) -> None:
     """Refuse two fields of one size in another order, too, which no size tells apart."""
     others = [kept for kept in cpu_records.RECORDS if kept.name != name]
     changed = SimpleNamespace(name=name, fields=fields, size=0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from tests.kernels.arguments import attend, head_sinks, softmax_of
 from tests.kernels.conftest import Batch
 from tests.kernels.every_kernel import cpu, reference
-from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Reduction, Softmax
-from vllm_pyramid.methods.thinning.kernels import RecentBatch
-
-pytestmark = pytest.mark.cpu
+from tests.kernels.readers import READERS, key_mass
+from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
 
 KEY_SCALE, VALUE_SCALE = 0.37, 2.5
 LENS, QUERY_LENS, SKIPS = [1, 37, 300, 700, 20], [1, 5, 300, 1, 0], [0, 11, 0, 160, 0]
@@ -50,27 +47,6 @@ def dequantised(batch: AttentionBatch) -> AttentionBatch:
         key_scale=1.0,
         value_scale=1.0,
     )
-
-
-@pytest.fixture
-def check_attention(each_isa: Any) -> Callable[..., None]:
-    """Allow at most twice PyTorch's error in the dtype of the queries, on every instruction set."""
-
-    def check(batch: AttentionBatch, **options: Any) -> None:
-        softmax, plain = softmax_of(batch, **options), dequantised(batch)
-        right, right_lse = attend(reference, plain, softmax, compute_dtype=torch.float64)
-        rough, _ = attend(reference, plain, softmax, compute_dtype=batch.query.dtype)
-        allowed = 2 * (rough - right).abs().max().item() + 2e-6
-        for isa in each_isa():
-            found, lse = attend(cpu, batch, softmax)
-            error = (found - right).abs().max().item()
-            assert error <= allowed, f"{isa}: error {error:.3g}, allowed {allowed:.3g}"
-            torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
-        found, lse = attend(reference, batch, softmax)
-        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(lse, right_lse, rtol=2e-5, atol=2e-5)
-
-    return check
 
 
 def test_every_number_is_read_exactly(each_isa: Any, fp8: torch.dtype) -> None:
@@ -115,7 +91,8 @@ def test_every_number_is_read_exactly(each_isa: Any, fp8: torch.dtype) -> None:
 )
 def test_attention(make_batch, check_attention, fp8, dtype, group, head_size) -> None:
     shape = {"group": group, "head_size": head_size, "seed": group + head_size, "dtype": dtype}
-    check_attention(quantised(make_batch(LENS, QUERY_LENS, skips=SKIPS, **shape), fp8))
+    batch = quantised(make_batch(LENS, QUERY_LENS, skips=SKIPS, **shape), fp8)
+    check_attention(batch, dequantised(batch))
 
 
 @pytest.mark.parametrize("layout", ["planes", "rows"])
@@ -126,66 +103,38 @@ def test_attention(make_batch, check_attention, fp8, dtype, group, head_size) ->
 )
 def test_attention_options(make_batch, check_attention, fp8, layout, options) -> None:
     made = make_batch(LENS, QUERY_LENS, dtype=torch.bfloat16, layout=layout)
-    check_attention(quantised(made, fp8), **options)
-
-
-@pytest.fixture
-def check_scores(each_isa: Any) -> Callable[..., None]:
-    """Compare `run(module, batch, **more)` with float64, also by attention's log-sum-exp."""
-
-    def check(run: Any, batch: AttentionBatch, softmax: Softmax, **close: float) -> None:
-        right = run(reference, dequantised(batch), compute_dtype=torch.float64)
-        torch.testing.assert_close(run(reference, batch), right, **close)
-        for isa in each_isa():
-            for lse in (None, attend(cpu, batch, softmax)[1]):
-                found = run(cpu, batch, log_sum_exp=lse)
-                torch.testing.assert_close(found, right, **close, msg=isa)
-
-    return check
+    batch = quantised(made, fp8)
+    check_attention(batch, dequantised(batch), **options)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_window_scores(make_batch, check_scores, fp8, group, sinks) -> None:
-    made = make_batch([1100, 57, 300], [20, 16, 9], group=group, dtype=torch.bfloat16)
-    batch = quantised(made, fp8)
-    softmax = softmax_of(batch, sinks=head_sinks(2 * group) if sinks else None)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("window scores", {"gqa_reduce": "max"}),
+        ("window scores", {"gqa_reduce": "max", "sinks": True}),
+        ("recent mass", {}),
+        ("key mass", {}),
+    ],
+)
+def test_scores(make_batch, check_reader, fp8, name, options, group) -> None:
+    reader = READERS[name]
+    batch = quantised(
+        make_batch(reader.lens, reader.queries, group=group, dtype=torch.bfloat16), fp8
+    )
+    if "sinks" in options:
+        options = options | {"sinks": head_sinks(2 * group)}
+    check_reader(reader, batch, dequantised(batch), **options)
 
-    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
-        windows = replace(made.windows(8), key_cache=of.key_cache, key_scale=of.key_scale)
-        return module.window_scores(windows, softmax, Reduction("max", "avg", 5), **more)
 
-    check_scores(run, batch, softmax, rtol=1e-4, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_key_mass(make_batch, check_scores, fp8, kind) -> None:
+def test_below_average(make_batch, each_isa, fp8) -> None:
     batch = quantised(make_batch(LENS, QUERY_LENS, skips=SKIPS, group=4), fp8)
-    softmax = softmax_of(batch)
-
-    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
-        found = torch.zeros(of.key_cache.shape[:3])
-        module.add_key_mass(found, of, softmax, kind=kind, **more)
-        return found
-
-    check_scores(run, batch, softmax, rtol=1e-4, atol=1e-6)
-
-
-def test_recent_mass(make_batch, check_scores, fp8) -> None:
-    made = make_batch([41, 300, 700], [30, 250, 500], dtype=torch.bfloat16, group=3)
-    batch = quantised(made, fp8)
-    softmax = softmax_of(batch)
-
-    def run(module: Any, of: AttentionBatch, **more: Any) -> torch.Tensor:
-        recents, contexts = torch.tensor([[6, 64, 137], [24, 180, 363]], dtype=torch.int32)
-        recent = RecentBatch(
-            *(of.query, of.key_cache, of.block_table, of.query_start_loc[1:].clone()),
-            *(of.seq_lens, of.skips, recents, contexts),
-            key_scale=of.key_scale,
-        )
-        return module.recent_mass(recent, softmax, distance_weight=1.2, **more)
-
-    check_scores(run, batch, softmax, rtol=2e-4, atol=1e-7)
+    softmax, kind = softmax_of(batch), {"kind": "below_average"}
+    right = key_mass(reference, dequantised(batch), softmax, **kind, compute_dtype=torch.float64)
+    assert torch.equal(key_mass(reference, batch, softmax, **kind), right)
+    for isa in each_isa():
+        for lse in (None, attend(cpu, batch, softmax)[1]):
+            assert torch.equal(key_mass(cpu, batch, softmax, **kind, log_sum_exp=lse), right), isa
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

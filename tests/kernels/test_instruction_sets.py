@@ -12,8 +12,6 @@ from tests.kernels.processes import run_python
 from vllm_pyramid.kernels.cpu import functions as cpu
 from vllm_pyramid.kernels.cpu import library
 
-pytestmark = pytest.mark.cpu
-
 # What /proc/cpuinfo has to list for each instruction set, which the library finds out by itself.
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}

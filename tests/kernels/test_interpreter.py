@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.kernels.processes import run_python
-
-pytestmark = pytest.mark.cpu
 
 SCRIPT = '''
 import torch

@@ -3,35 +3,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.arguments import softmax_options, take_softmax
+from tests.kernels.arguments import attend, softmax_of, take_softmax
 from tests.kernels.conftest import STALE_BLOCK
 from tests.kernels.every_kernel import cpu, reference
+from tests.kernels.readers import READERS, key_mass
 from vllm_pyramid.kernels.records import Softmax
-
-pytestmark = pytest.mark.cpu
 
 LENS = [1, 37, 300, 700, 20]
 QUERY_LENS = [1, 5, 90, 1, 0]
 
 
-def new_mass(batch: Any, start: float = 0.0) -> torch.Tensor:
-    return torch.full(batch.key_cache.shape[:3], start)
-
-
 def mass_of(module: Any, batch: Any, start: float = 0.0, **options: Any) -> torch.Tensor:
     """Return the mass in its pages, which begins at `start` everywhere."""
-    mass = new_mass(batch, start)
     softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
-    module.add_key_mass(mass, batch.attention(), softmax, **options)
-    return mass
+    return key_mass(module, batch.attention(), softmax, start=start, **options)
 
 
 def of_request(batch: Any, mass: torch.Tensor, r: int) -> torch.Tensor:
@@ -42,61 +33,20 @@ def of_request(batch: Any, mass: torch.Tensor, r: int) -> torch.Tensor:
 
 def lse_of(module: Any, batch: Any, **options: Any) -> torch.Tensor:
     """Return the log-sum-exp that the module's attention writes."""
-    lse = torch.full(batch.query.shape[:2], float("nan"))
-    out = torch.empty_like(batch.query)
-    softmax = take_softmax(options, batch.query.shape[2] ** -0.5)
-    module.paged_attention(out, batch.attention(), softmax, log_sum_exp=lse, **options)
+    lse: torch.Tensor = attend(module, batch.attention(), softmax_of(batch, **options))[1]
     return lse
-
-
-@pytest.fixture
-def assert_mass(each_isa) -> Callable[..., None]:
-    """Check on every instruction set, with and without attention's log-sum-exp."""
-
-    def check(batch: Any, **options: Any) -> None:
-        others = new_mass(batch, 1.0)
-        for r, (start, end) in enumerate(batch.query_start_loc.unfold(0, 2, 1).tolist()):
-            if end > start:
-                positions = torch.arange(int(batch.skips[r]), int(batch.seq_lens[r]))
-                block_size = others.shape[2]
-                blocks = batch.block_table[r, positions // block_size].long()
-                others[blocks, :, positions % block_size] = 0.0
-        right = mass_of(reference, batch, compute_dtype=torch.float64, **options)
-        assert not right[others > 0].any()
-        for isa in each_isa():
-            for lse in (None, lse_of(cpu, batch, **options)):
-                found = mass_of(cpu, batch, **options, log_sum_exp=lse)
-                torch.testing.assert_close(
-                    found, right, rtol=1e-4, atol=1e-6, msg=lambda text, isa=isa: f"{isa}: {text}"
-                )
-                assert not found[others > 0].any(), isa
-                added = mass_of(cpu, batch, 3.0, **options, log_sum_exp=lse) - 3.0
-                torch.testing.assert_close(added, right, rtol=1e-4, atol=1e-4)
-                assert not added[others > 0].any(), isa
-        lse = lse_of(reference, batch, **options)
-        found = mass_of(reference, batch, **options, log_sum_exp=lse)
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
-
-    return check
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head_size", [40, 64, 128, 512])
-def test_matches_reference(make_batch, assert_mass, dtype, group, head_size) -> None:
-    shape = {"dtype": dtype, "group": group, "head_size": head_size, "seed": group + head_size}
-    assert_mass(make_batch(LENS, QUERY_LENS, **shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [12, 40])
-def test_one_query_of_many_heads(make_batch, assert_mass, dtype, group) -> None:
+def test_one_query_of_many_heads(make_batch, check_reader, dtype, group) -> None:
     """Use packed tiles; of 40 rows the last 8 are few enough to use K in place."""
-    assert_mass(make_batch([300, 37], [1, 1], dtype=dtype, group=group, kv_heads=1))
+    batch = make_batch([300, 37], [1, 1], dtype=dtype, group=group, kv_heads=1)
+    check_reader(READERS["key mass"], batch.attention())
 
 
 @pytest.mark.parametrize("queries", [1, 30])
-def test_a_window_leaves_freed_blocks_alone(make_batch, assert_mass, queries) -> None:
+def test_a_window_leaves_freed_blocks_alone(make_batch, queries) -> None:
     """Check that table entries below the first query's window, which are invalid, are not read."""
     batch = make_batch([300, 95], [queries, queries], dtype=torch.bfloat16)
     for r, length in enumerate((300, 95)):
@@ -107,33 +57,9 @@ def test_a_window_leaves_freed_blocks_alone(make_batch, assert_mass, queries) ->
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("module", [cpu, reference])
-def test_the_log_sum_exp_is_used(make_batch, module) -> None:
-    """Pass one that is larger by ln 2, which halves every probability."""
-    batch = make_batch(LENS, QUERY_LENS)
-    larger = lse_of(module, batch) + math.log(2)
-    found = mass_of(module, batch, log_sum_exp=larger)
-    torch.testing.assert_close(found * 2, mass_of(module, batch), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("number", range(5))
-def test_options(make_batch, assert_mass, dtype, number) -> None:
-    assert_mass(make_batch(LENS, QUERY_LENS, dtype=dtype), **softmax_options(dtype)[number])
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 48])
-def test_skips(make_batch, assert_mass, block_size) -> None:
-    batch = make_batch(
-        [300, 95, 700, 64], [1, 20, 1, 6], skips=[131, 48, 5, 40], layout="rows",
-        block_size=block_size, dtype=torch.bfloat16,
-    )  # fmt: skip
-    assert_mass(batch)
-
-
-def test_queries_that_see_nothing_give_nothing(make_batch, assert_mass) -> None:
+def test_queries_that_see_nothing_give_nothing(make_batch, check_reader) -> None:
     batch = make_batch([32], [4], skips=[30])
-    assert_mass(batch)
+    check_reader(READERS["key mass"], batch.attention())
     mass = mass_of(cpu, batch)
     assert mass.sum() == pytest.approx(2 * 4)  # two of the four queries, four heads
 
@@ -143,6 +69,7 @@ def test_mass_is_added_and_sums_to_the_queries(make_batch, module) -> None:
     """Check that every query of every head adds exactly 1 in all, to the mass that was there."""
     batch = make_batch(LENS, QUERY_LENS, group=3)
     mass = mass_of(module, batch, 2.0) - 2.0
+    assert not mass[mass_of(module, batch) == 0].any(), "others are written"
     for r, queries in enumerate(QUERY_LENS):
         expected = torch.full((2,), queries * 3.0)
         torch.testing.assert_close(
@@ -190,7 +117,7 @@ def test_chunks_do_not_change_the_bits(make_batch, each_isa, dtype) -> None:
     batch = make_batch([300], [90], dtype=dtype, group=3)
     for isa in each_isa():
         at_once = mass_of(cpu, batch)
-        mass = new_mass(batch)
+        mass = torch.zeros(batch.key_cache.shape[:3])
         for begin, end in ((0, 2), (2, 34), (34, 77), (77, 90)):
             chunk = replace(
                 batch.attention(),
@@ -202,10 +129,10 @@ def test_chunks_do_not_change_the_bits(make_batch, each_isa, dtype) -> None:
         assert torch.equal(mass, at_once), isa
 
 
-def test_threads_and_strides(make_batch, two_threads) -> None:
+def test_strides(make_batch) -> None:
+    """Pass a view as the mass."""
     batch = make_batch(LENS, QUERY_LENS, dtype=torch.bfloat16)
     right = mass_of(cpu, batch)
-    torch.set_num_threads(1)
     blocks, heads, rows = right.shape
     wide = torch.zeros(heads + 1, blocks, rows + 5)
     view = wide.transpose(0, 1)[:, :heads, :rows]

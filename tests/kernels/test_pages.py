@@ -16,8 +16,6 @@ from vllm_pyramid.methods.pages.kernels import cpu as page_cpu
 from vllm_pyramid.methods.pages.kernels import reference as page_reference
 from vllm_pyramid.methods.pages.kernels.records import SCORE_KINDS, SUMMARY_KINDS, PageSelection
 
-pytestmark = pytest.mark.cpu
-
 # One token; within a page; drafts; a full last page; many pages.
 LENS = [1, 9, 300, 64, 700]
 QUERY_LENS = [1, 1, 5, 1, 2]

@@ -15,8 +15,6 @@ from tests.kernels.pages import int32
 from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.records import Reduction, Softmax
 
-pytestmark = pytest.mark.cpu
-
 
 def test_kept_mass_by_hand() -> None:
     window, lens, keeps = 2, int32(6, 5), int32(4, 2)

@@ -128,7 +128,7 @@ def test_kernels(name: str, tmp_path: Path) -> None:
     assert caught.returncode != 0 and sanitizer.says in caught.stderr, caught.stderr
     quiet = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys"]
     files = ["test_cpu_attention.py", "test_cpu_eviction.py", "test_topn.py", "test_key_mass.py"]
-    files += ["test_recent_mass.py", "test_cpu_observed_expected.py"]
+    files += ["test_key_scores.py", "test_cpu_observed_expected.py"]
     files += ["test_cpu_future_queries.py"]
     paths = [f"tests/kernels/{file}" for file in files]
     result = python("-m", "pytest", *quiet, "-k", sanitizer.tests, *paths)

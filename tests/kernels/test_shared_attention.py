@@ -19,8 +19,6 @@ from vllm_pyramid.kernels.cpu.library import shared_rows
 from vllm_pyramid.kernels.records import FP8_DTYPES, AttentionBatch, Softmax
 from vllm_pyramid.kernels.reference_attention import SharedPrefix, shared_prefixes
 
-pytestmark = pytest.mark.cpu
-
 # Two groups with unequal rests, several queries among them; a prompt, requests that share nothing,
 # a request without queries, and one that shares its first page alone.
 LENS = [700, 690, 1300, 672, 300, 37, 400, 330, 450, 20, 90, 660, 700, 701, 800]

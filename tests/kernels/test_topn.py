@@ -13,8 +13,6 @@ from tests.kernels.arguments import softmax_options, take_softmax
 from tests.kernels.every_kernel import cpu, reference
 from vllm_pyramid.kernels.records import Softmax
 
-pytestmark = pytest.mark.cpu
-
 LENS = [1, 37, 300, 700, 20, 130, 95]
 QUERY_LENS = [1, 5, 90, 1, 0, 1, 2]
 # All keys for some; a chunk of a prompt (0); more than there are; decode steps with few.

@@ -18,8 +18,6 @@ from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 from vllm_pyramid.plan import Eviction, RetentionPlan
 from vllm_pyramid.policy import load_policy
 
-pytestmark = pytest.mark.cpu
-
 NUM_LAYERS = 5
 BLOCK_SIZE = 8
 NUM_BLOCKS = 400

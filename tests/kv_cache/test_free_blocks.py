@@ -13,8 +13,6 @@ from vllm_pyramid.kv_cache.layer_blocks import LayerBlocks
 from vllm_pyramid.kv_cache.new_blocks import NewBlocks, NoBlocks, extend_tables, kv_cache_blocks
 from vllm_pyramid.kv_cache.pipeline_pools import PipelineLayout
 
-pytestmark = pytest.mark.cpu
-
 
 def ids(blocks: list[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]

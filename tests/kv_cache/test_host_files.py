@@ -30,8 +30,6 @@ from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.worker import file_writer
 from vllm_pyramid.worker.host_pool import HostPool
 
-pytestmark = pytest.mark.cpu
-
 NAME, OTHER = BlockHash(bytes(range(32))), BlockHash(bytes(range(32, 0, -1)))
 
 
@@ -122,9 +120,7 @@ def paths(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(("dtype", "head_size"), [(torch.bfloat16, 8), (torch.uint8, 3)])
-def test_every_byte_comes_back_after_a_restart(
-    tmp_path: Path, dtype: torch.dtype, head_size: int
-) -> None:
+def test_every_byte_comes_back_after_a_restart(tmp_path, dtype, head_size) -> None:
     """A prefix and a state of several slots, of each type of cache."""
     first = Server(tmp_path, dtype, head_size=head_size)
     before, state = first.pages.clone(), BlockHash(NAME + b"@key")
@@ -177,9 +173,7 @@ def test_every_rank_gets_its_own_bytes_back(tmp_path: Path, ranks: dict[str, Any
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("damage", ["missing", "cut", "of another order", "of another rank"])
-def test_a_part_that_is_wrong_is_a_miss_for_all(
-    tmp_path: Path, ranks: dict[str, Any], damage: str
-) -> None:
+def test_a_part_that_is_wrong_is_a_miss_for_all(tmp_path, ranks, damage) -> None:
     server = Server(tmp_path, **ranks)
     server.put((NAME, 0), (OTHER, 3))
     one = Path(server.files._path(NAME))
@@ -367,9 +361,7 @@ def test_the_least_recently_used_file_goes_first(tmp_path: Path) -> None:
     none.killed()
 
 
-def test_a_full_disk_is_a_miss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_a_miss(tmp_path, monkeypatch, caplog) -> None:
     """No file, no half file, and the step does not fail."""
 
     @contextmanager
@@ -388,9 +380,7 @@ def test_a_full_disk_is_a_miss(
     server.killed()
 
 
-def test_a_folder_that_cannot_be_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch) -> None:
     """Its files are read; what would be written is counted. (Tests may run as root.)"""
     server = Server(tmp_path)
     server.put((NAME, 0))
@@ -412,9 +402,7 @@ def test_a_folder_that_cannot_be_written_to(
     assert path.exists()
 
 
-def test_what_waits_for_a_slow_disk_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_for_a_slow_disk_is_limited(tmp_path, monkeypatch) -> None:
     """The beginning of a prompt is written, the rest is not."""
     names = [BlockHash(bytes([i]) * 32) for i in range(4)]
     server = Server(tmp_path)

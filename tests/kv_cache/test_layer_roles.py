@@ -18,8 +18,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm_pyramid.kv_cache.layer_roles import LayerRoles, roles_of
 from vllm_pyramid.policy import load_policy
 
-pytestmark = pytest.mark.cpu
-
 _SHAPE: dict[str, Any] = {
     "block_size": 16,
     "num_kv_heads": 2,

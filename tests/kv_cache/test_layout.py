@@ -13,8 +13,6 @@ from tests.scheduler.harness import kv_cache_config
 from vllm_pyramid.kv_cache.cache_store import RequestTerms
 from vllm_pyramid.kv_cache.coordinator import LockstepCoordinator
 
-pytestmark = pytest.mark.cpu
-
 TABLES, HEADS, BLOCKS = 6, 3, 4
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from tests.kv_cache.test_host_files import Server, paths
@@ -14,8 +13,6 @@ from tests.worker.test_host_pool import LAYERS, SLOTS
 from vllm_pyramid.compat.side_channel import HostFill
 from vllm_pyramid.kv_cache import host_cache, host_files, old_files
 from vllm_pyramid.step.hooks import HostMemory
-
-pytestmark = pytest.mark.cpu
 
 
 def _with_files(folder: Path, names: list[BlockHash]) -> Server:
@@ -26,9 +23,7 @@ def _with_files(folder: Path, names: list[BlockHash]) -> Server:
     return server
 
 
-def test_files_are_counted_in_steps_and_looked_up_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_counted_in_steps_and_looked_up_before(tmp_path, monkeypatch) -> None:
     """A start does not wait for a folder of many files, and what it has is found at once."""
     names = [BlockHash(bytes([i]) * 32) for i in range(20)]
     server = _with_files(tmp_path, names)
@@ -56,9 +51,7 @@ def test_files_are_counted_in_steps_and_looked_up_before(
     again.killed()
 
 
-def test_what_is_remembered_of_files_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_remembered_of_files_is_bounded(tmp_path, monkeypatch) -> None:
     """The least recently used file goes first, although most are not remembered."""
     monkeypatch.setattr(host_files, "MOST_KNOWN", 4)
     monkeypatch.setattr(old_files, "MOST_REMEMBERED", 4)
@@ -88,9 +81,7 @@ def test_what_is_remembered_of_files_is_bounded(
     server.killed()
 
 
-def test_a_step_reads_so_much_and_the_next_ones_read_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reads_so_much_and_the_next_ones_read_on(tmp_path, monkeypatch) -> None:
     names = [BlockHash(bytes([i]) * 32) for i in range(5)]
     server = _with_files(tmp_path, names)
     monkeypatch.setattr(host_cache, "MOST_READ", LAYERS * server.page + 1)  # two bundles of three

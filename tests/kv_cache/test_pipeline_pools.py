@@ -29,8 +29,6 @@ from vllm_pyramid.step.failures import METHOD, SCORES, Failure, Failures
 from vllm_pyramid.worker import pipeline_sync as worker_stages
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
-pytestmark = pytest.mark.cpu
-
 AVERAGING_WINDOW = 64 << 20  # bytes that each worker has for its cache
 
 
@@ -95,9 +93,7 @@ def test_a_stage_without_layers_is_refused() -> None:
     needed=st.lists(st.integers(0, 25), min_size=4, max_size=4),
     spare=st.integers(0, 5),
 )
-def test_a_request_fits_where_no_stage_lacks_blocks(
-    sizes: list[int], taken: list[int], needed: list[int], spare: int
-) -> None:
+def test_a_request_fits_where_no_stage_lacks_blocks(sizes, taken, needed, spare) -> None:
     stages = PipelineLayout(tuple(np.cumsum(sizes).tolist()))
     pools = PipelinePools(21, False, 16, stages=stages)
     for pool, count in zip(pools.pools, taken, strict=False):

@@ -16,8 +16,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.planning import reusable_tokens, shareable_tokens
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("policy", "budget", "tokens", "shareable", "reusable"),
@@ -41,9 +39,7 @@ pytestmark = pytest.mark.cpu
         ("pyramidkv-chunked", 2048, 100000, 0, 6144),
     ],
 )
-def test_what_a_request_may_begin_with(
-    policy: str, budget: str | int | None, tokens: int, shareable: int | None, reusable: int | None
-) -> None:
+def test_what_a_request_may_begin_with(policy, budget, tokens, shareable, reusable) -> None:
     """Of 32 layers: in blocks that others have too, and in copies."""
     loaded = load_policy(policy, budget)
     plan = loaded.plan(tokens, 32, 16)
@@ -196,9 +192,7 @@ def test_one_that_needs_the_whole_pool_starts_with_what_is_there(asynchronous: b
 
 @pytest.mark.parametrize(("num_blocks", "found"), [(33, 24), (34, 32)])
 @pytest.mark.parametrize("stages", [(1, 2), (2, 1)])
-def test_no_stage_gives_away_what_is_copied_there(
-    stages: tuple[int, int], num_blocks: int, found: int
-) -> None:
+def test_no_stage_gives_away_what_is_copied_there(stages, num_blocks, found) -> None:
     """Where one of them has no room beside what is copied, only what is shared is found.
 
     In the stage of two layers somebody has 10 blocks. The second prompt needs 8 of its own, beside
@@ -244,9 +238,7 @@ def test_who_is_preempted_leaves_no_window_that_was_not_computed() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "adopted"), [(156, 0), (219, 0), (220, 29)])
-def test_what_is_copied_from_a_window_is_not_given_away_for_the_copy(
-    num_blocks: int, adopted: int
-) -> None:
+def test_what_is_copied_from_a_window_is_not_given_away_for_the_copy(num_blocks, adopted) -> None:
     """Where the pool has no room beside what is copied, nothing is found.
 
     The second prompt shares 16 rows of 3 blocks, and needs 12 blocks more in the layers that evict.

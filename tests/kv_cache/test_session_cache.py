@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,6 @@ from vllm_pyramid.kv_cache.evicted_names import EvictedNames, turn_name
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
-
-pytestmark = pytest.mark.cpu
 
 
 def _pair(num_blocks: int = 400, *, late: bool = False, **changes: Any) -> Pair:
@@ -71,9 +68,7 @@ def test_other_lengths_under_one_name_have_another_key() -> None:
     assert keys[0] == keys[2] and keys[0][1] != keys[1][1]
 
 
-def test_another_source_of_an_own_class_has_another_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_source_of_an_own_class_has_another_key(tmp_path, monkeypatch) -> None:
     keys = []
     for number, comment in enumerate(("", "", "# edited")):
         text = "from vllm_pyramid.methods.observation_window import ObservationWindowScorer\n"
@@ -337,9 +332,7 @@ WINDOW, CHUNK, DRAFT = Beside("sliding", 10), Beside("chunked", 12), Beside("dra
 @pytest.mark.parametrize(
     "beside", [(WINDOW,), (Beside("sliding", 3), CHUNK), (DRAFT, WINDOW, DRAFT)]
 )
-def test_hits_beside_other_layers_are_as_long_as_they_can_be(
-    asynchronous: bool, beside: tuple[Beside, ...]
-) -> None:
+def test_hits_beside_other_layers_are_as_long_as_they_can_be(asynchronous, beside) -> None:
     """Wherever a request ends, its state ends at the last edge of a block before."""
     for answer in range(18, 26):
         pair = _pair(800, late=asynchronous, asynchronous=asynchronous, beside=beside)
@@ -373,9 +366,7 @@ def test_what_stands_beside_an_eviction_is_named_by_what_it_depends_on() -> None
 
 
 @pytest.mark.parametrize(("gone", "resumed", "adopted"), [(1, 1, 84), (5, 0, 64)])
-def test_a_state_is_found_as_far_as_its_windows_are_there(
-    gone: int, resumed: int, adopted: int
-) -> None:
+def test_a_state_is_found_as_far_as_its_windows_are_there(gone, resumed, adopted) -> None:
     """Without the last row of a window, up to it; without those behind its base not at all."""
     pair = _pair(beside=(WINDOW,))
     said = _say(pair, "first", prompt(70), 21, [])
@@ -394,9 +385,7 @@ def test_a_state_is_found_as_far_as_its_windows_are_there(
 
 
 @pytest.mark.parametrize(("num_blocks", "resumed"), [(303, 0), (304, 1)])
-def test_what_is_copied_beside_is_not_given_away_for_the_copy(
-    num_blocks: int, resumed: int
-) -> None:
+def test_what_is_copied_beside_is_not_given_away_for_the_copy(num_blocks, resumed) -> None:
     """Where the pool has no room beside the windows' rows either, the prompt is computed again.
 
     The second turn needs 63 blocks at its peak in the layers that evict, and 18 in each of 8

@@ -23,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
@@ -35,8 +34,6 @@ from vllm_pyramid.kv_cache.host_cache import HostCache
 from vllm_pyramid.kv_cache.host_files import HostFiles
 from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.worker.host_pool import HostPool
-
-pytestmark = pytest.mark.cpu
 
 BLOCKS, SLOTS, RANKS = 46, 8, 2
 DOCUMENTS, LONGEST = 8, 7  # bundles

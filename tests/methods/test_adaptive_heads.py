@@ -29,8 +29,6 @@ from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.policy.selectors import Selector
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
-
 SINKS, WINDOW = 2, 3
 
 
@@ -233,9 +231,7 @@ def test_a_nan_in_a_sink_is_nobodys_score() -> None:
     assert (prompts.keep(0).sum(axis=1) == 36 * G).all()
 
 
-def test_lengths_that_break_the_sum_of_a_layer_fail_their_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lengths_that_break_the_sum_of_a_layer_fail_their_request(monkeypatch) -> None:
     prompts = Prompts(by_norms("40%"), [90, 89])
     assert prompts.deferred is not None
     right = prompts.deferred.method.decide

@@ -15,8 +15,6 @@ from vllm_pyramid.methods.curves import SharesAllocator, UniformAllocator, share
 from vllm_pyramid.policy.allocator import Allocator, CurveAllocator, Reals, round_all_to_sum
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 
-pytestmark = pytest.mark.cpu
-
 CURVES = {
     kind for kind, cls in built_in_kinds(Allocator).items() if issubclass(cls, CurveAllocator)
 }
@@ -73,9 +71,7 @@ def test_sum_bounds_and_order(allocator: CurveAllocator, problem: tuple[int, int
     st.one_of(allocators(), st.lists(st.sampled_from([0.0, 1e-9, 0.5, 1.0, 7.0]), min_size=1)),
     st.lists(problems(), min_size=1, max_size=9),
 )
-def test_several_prompts_at_once(
-    allocator: CurveAllocator | list[float], found: list[tuple[int, int, int]]
-) -> None:
+def test_several_prompts_at_once(allocator, found) -> None:
     """Turns are planned together, and each as the prompt that ended there was: bit by bit."""
     num_layers = found[0][1]
     if isinstance(allocator, list):

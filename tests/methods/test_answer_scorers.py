@@ -24,8 +24,6 @@ from vllm_pyramid.policy.kinds import parse_component
 from vllm_pyramid.policy.scorer import Scorer
 from vllm_pyramid.step.rotary import Rotary
 
-pytestmark = pytest.mark.cpu
-
 
 def _windows_importance(data: MadeUp, head: int) -> list[float]:
     """Of R-KV: what the window gives the keys before it, by the largest logit of a group."""
@@ -162,9 +160,7 @@ def test_a_pair_of_keys_is_compared_once_at_most(tokens: int, alike: float, shar
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("halves", "scale"), [(True, 1.0), (False, 1.3)])
-def test_frequencies_are_read_off_a_rounded_table(
-    dtype: torch.dtype, halves: bool, scale: float
-) -> None:
+def test_frequencies_are_read_off_a_rounded_table(dtype, halves, scale) -> None:
     rotary = Rotary((scale * cos_sin(16, 5000)).to(dtype), halves)
     radians, factor = rotary.frequencies
     exact = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)

@@ -13,8 +13,6 @@ from vllm_pyramid.methods.host_values.fetch import FetchedValues
 from vllm_pyramid.methods.host_values.worker import FetchedValueCache
 from vllm_pyramid.policy import load_policy
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = {"a": 100, "b": 90, "c": 96, "d": 64}
 HOST: dict[str, Any] = {"kind": "host", "top_n": 6}
 

@@ -14,8 +14,6 @@ import torch
 from lab.heads.scores import CONFIG, SCORES, HeadScores
 from vllm_pyramid.methods.streaming_heads.score_files import of_kv_heads, read_scores
 
-pytestmark = pytest.mark.cpu
-
 CONTENT = [[0.5, 0.25, 1.0], [0.0, 0.75, 0.125]]
 
 

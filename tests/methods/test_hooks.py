@@ -29,8 +29,6 @@ from vllm_pyramid.step.hooks import (
 )
 from vllm_pyramid.step.step import Step, WorkerRequest
 
-pytestmark = pytest.mark.cpu
-
 BACK_ENDS = pytest.mark.parametrize("name", ["cpu", "cuda"])
 PROMPTS = {"a": 70, "b": 45}
 POLICIES = ["pyramidkv", "xkv"]  # lengths known, and solved with the last layer

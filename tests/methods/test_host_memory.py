@@ -24,8 +24,6 @@ from vllm_pyramid.methods.host_values.worker import HostValueCache
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step import Step, WorkerRequest
 
-pytestmark = pytest.mark.cpu
-
 GIB, PAGE, LAYERS = 2**30, 2**20, 4
 
 
@@ -112,9 +110,7 @@ def test_a_length_that_vllm_will_fit_is_not_checked_before(host: Any) -> None:
 @pytest.mark.parametrize(
     ("limit", "used", "gib"), [(None, None, 8), (6, 2, 4), (30, 1, 8), (3, 4, 0)]
 )
-def test_a_containers_limit_counts(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None, used: int | None, gib: int
-) -> None:
+def test_a_containers_limit_counts(monkeypatch, limit, used, gib) -> None:
     free = SimpleNamespace(available=8 * GIB)
     monkeypatch.setattr(cpu_resources.psutil, "virtual_memory", lambda: free)
     for name, value in (("limit", limit), ("usage", used)):

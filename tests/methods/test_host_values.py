@@ -17,8 +17,6 @@ from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.policy.values import DeviceValues
 
-pytestmark = pytest.mark.cpu
-
 GIB = 2**30
 HOST = {"values": "host"}
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from tests.steps import make_call, make_context, make_evictions
@@ -13,8 +12,6 @@ from vllm_pyramid.methods.accumulated import AccumulatingScorer
 from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.methods.thinning.generated import MARK, GeneratedMass
 from vllm_pyramid.policy import Policy, load_policy
-
-pytestmark = pytest.mark.cpu
 
 HEADS, BLOCK, LAYERS, BLOCKS = 2, 4, 3, 400
 

@@ -64,9 +64,7 @@ def test_every_press_runs_or_is_refused_by_name(installed: None) -> None:
         ("TOVAPress", {}, 0, "`window` must be at least 1"),
     ],
 )
-def test_mistakes(
-    press: str, settings: dict[str, Any], window: int, message: str, installed: None
-) -> None:
+def test_mistakes(press, settings, window, message, installed) -> None:
     with pytest.raises(ValueError, match=message):
         policy_of(press, settings, window)
 

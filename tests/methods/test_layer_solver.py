@@ -28,8 +28,6 @@ from vllm_pyramid.step.ranks import Ranks
 from vllm_pyramid.step.step_evictions import StepEvictions
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 LAYERS, KV_HEADS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 4, 16, 8
 SCALE = HEAD_SIZE**-0.5
 
@@ -250,9 +248,7 @@ def test_a_layer_left_out_is_a_bug() -> None:
 
 
 @pytest.mark.parametrize("failing", ["measures", "allocate"])
-def test_a_request_that_cannot_be_solved_fails_alone(
-    failing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_cannot_be_solved_fails_alone(failing, monkeypatch) -> None:
     """Solve prompts of similar length together: one of them fails, the other keeps its lengths."""
     alone = Step(POLICIES["xkv"], [90])
     alone.run(reference)

@@ -26,8 +26,6 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.step.eviction_batch import EvictionBatch
 from vllm_pyramid.step.rotary import Rotary
 
-pytestmark = pytest.mark.cpu
-
 BLOCK, KV_HEADS, HEADS, SIZE = 16, 2, 6, 32
 LENS = [70, 300, 49, 128]
 BACK_ENDS = pytest.mark.parametrize("ops", [shared_reference, shared_cpu], ids=["torch", "cpu"])
@@ -145,9 +143,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("expected", [0.25, 0.0])
-def test_triton_launches_as_much_for_many_requests_as_for_one(
-    monkeypatch: pytest.MonkeyPatch, expected: float
-) -> None:
+def test_triton_launches_as_much_for_many_requests_as_for_one(monkeypatch, expected) -> None:
     """Nothing else runs on the device but an upload of positions, and nothing is read back."""
     launched: list[str] = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: launched.append(self.__name__))

@@ -12,8 +12,6 @@ from tests.plans import recent_positions
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.selectors import TopKSelector
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("sinks", "keep", "positions"),

@@ -20,8 +20,6 @@ from vllm_pyramid.methods.ridge_values.worker import RidgeHooks, changed_values,
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
-
 BACK_ENDS = pytest.mark.parametrize("name", ["cpu", "cuda"])
 # Of the window's error without the change, by ridge.
 BOUNDS = {1.0: 0.6, 0.1: 0.35, 0.01: 0.25}

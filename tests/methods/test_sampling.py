@@ -19,8 +19,6 @@ from vllm_pyramid.plan import DeferredPlan
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.request import ALLOCATOR_KEY
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = 3
 
 

@@ -19,8 +19,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.scorer import Scorer
 
-pytestmark = pytest.mark.cpu
-
 WINDOW, SINKS = 8, 2
 Oracle = Callable[[MadeUp, int, int], float]
 

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.methods.solved.worker import best_lengths, least_lengths, sum_of_heads
 
-pytestmark = pytest.mark.cpu
-
 CLOSE = 1e-9
 
 
@@ -46,9 +44,7 @@ def all_lengths(layers: int, capacity: int) -> list[tuple[int, ...]]:
 
 @settings(max_examples=300)
 @given(score_tables(), st.data())
-def test_no_lengths_of_the_same_total_retain_more(
-    scores: torch.Tensor, data: st.DataObject
-) -> None:
+def test_no_lengths_of_the_same_total_retain_more(scores, data) -> None:
     """Compare Eq. 17 with all possible lengths."""
     layers, tokens = scores.shape
     sinks = data.draw(st.integers(0, min(2, tokens)))

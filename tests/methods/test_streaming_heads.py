@@ -28,8 +28,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import check_request
 
-pytestmark = pytest.mark.cpu
-
 LAYERS, HEADS, BLOCK = 32, 8, 16  # Llama-3.1-8B's, and vLLM's block
 MASK = [[0.9, 0.1], [0.4, 0.8], [0.2, 0.3]]
 
@@ -127,9 +125,7 @@ def test_razor_attention_keeps_a_fifth_of_long_prompts(prompt_len: int) -> None:
     tokens=st.integers(2, 90),
     fill_blocks=st.booleans(),
 )
-def test_what_each_head_keeps_inside_the_prompt(
-    prompt_len: int, longest: int, tokens: int, fill_blocks: bool
-) -> None:
+def test_what_each_head_keeps_inside_the_prompt(prompt_len, longest, tokens, fill_blocks) -> None:
     args = {"heads.mask": MASK, "heads.sinks": 4, "heads.recent": 12, "fill_blocks": fill_blocks}
     policy = load_policy("duoattention", None, {**args, "chunk.tokens": tokens})
     plan, dense = plan_of(policy, prompt_len, 6, 8), load_policy("duoattention", None, args)
@@ -184,9 +180,7 @@ WIDE = [[0.9, 0.1, 0.8, 0.2], [0.7, 0.0, 0.3, 0.1], [0.2, 0.6, 0.5, 0.1]]
     ("ranks", "expected"),
     [(1, [1, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0]), (2, [1, 0, 1, 0, 1, 1]), (4, [1, 1, 1])],
 )
-def test_a_lane_keeps_everything_if_a_head_of_some_rank_does(
-    ranks: int, expected: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lane_keeps_everything_if_a_head_of_some_rank_does(ranks, expected, caplog) -> None:
     policy = streaming(mask=WIDE, share=5 / 12)
     if ranks == 4:
         with pytest.raises(ValueError, match=r"lets 58% .* with 4 tensor-parallel ranks none"):

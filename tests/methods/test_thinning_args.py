@@ -13,8 +13,6 @@ from vllm_pyramid.methods.thinning import engine
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.tools.demo import model_path
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("piece_tokens", "given", "tokens"),
@@ -37,9 +35,7 @@ def test_a_piece_finds_room(piece_tokens: int, given: dict[str, Any], tokens: in
 @pytest.mark.parametrize(
     ("piece_tokens", "tokens"), [(2048, 8192), (8000, 8000 + 1024), (16, 8192), (15, None)]
 )
-def test_a_gpu_has_larger_steps_and_prompts_to_warm_up(
-    monkeypatch: pytest.MonkeyPatch, piece_tokens: int, tokens: int | None
-) -> None:
+def test_a_gpu_has_larger_steps_and_prompts_to_warm_up(monkeypatch, piece_tokens, tokens) -> None:
     monkeypatch.setattr(engine, "current_platform", SimpleNamespace(device_type="cuda"))
     args = EngineArgs(model=str(model_path()))
     policy = load_policy("pyramidinfer", None, {"piece_tokens": piece_tokens})

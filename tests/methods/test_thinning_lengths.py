@@ -18,8 +18,6 @@ from vllm_pyramid.methods.thinning.worker import Thinner
 from vllm_pyramid.plan import RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy
 
-pytestmark = pytest.mark.cpu
-
 ARGS = st.fixed_dictionaries(
     {
         "decay_curve": st.sampled_from(["cosine", "linear"]),
@@ -87,9 +85,7 @@ def test_lengths(args: dict[str, Any], n: int, layers: int, block_size: int, per
 
 @settings(max_examples=150)
 @given(ARGS, st.integers(2, 4096), st.integers(1, 80), st.floats(0.0, 1.0))
-def test_a_budget_is_an_upper_limit(
-    args: dict[str, Any], tokens: int, layers: int, share: float
-) -> None:
+def test_a_budget_is_an_upper_limit(args, tokens, layers, share) -> None:
     """The most that fits: at once below the schedule's own lengths and as near as tokens allow."""
     thinner = load_policy("pyramidinfer", None, args).allocator
     assert isinstance(thinner, DecayAllocator)
@@ -141,14 +137,7 @@ def test_what_the_papers_settings_come_to(layers: int, percent: float) -> None:
     st.integers(1, 40),
     st.sampled_from([1, 8, 16, 128]),
 )
-def test_lengths_of_what_is_generated(
-    args: dict[str, Any],
-    generated: dict[str, Any],
-    windows: int,
-    n: int,
-    layers: int,
-    block_size: int,
-) -> None:
+def test_lengths_of_what_is_generated(args, generated, windows, n, layers, block_size) -> None:
     """A share of all that left the window, whole blocks, nothing comes back."""
     size = generated["gen_interval"]
     window = windows * size

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from vllm_pyramid.plan import Budget
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("given_value", "value"),
@@ -75,9 +73,7 @@ def test_tokens_for(text: object, prompt_len: int, floor: int, tokens: int) -> N
 
 
 @given(st.integers(1, 10_000), st.integers(0, 1_000_000), st.integers(1, 100))
-def test_share_is_the_smallest_number_that_reaches_it(
-    hundredths: int, prompt_len: int, floor: int
-) -> None:
+def test_share_is_the_smallest_number_that_reaches_it(hundredths, prompt_len, floor) -> None:
     tokens = Budget.parse(f"{hundredths // 100}.{hundredths % 100:02d}%").tokens_for(
         prompt_len, floor
     )

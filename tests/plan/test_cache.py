@@ -18,8 +18,6 @@ from vllm_pyramid.policy.limits import CACHE_BYTES
 from vllm_pyramid.policy.planning import plan_prompt
 from vllm_pyramid.policy.request import _with_keys
 
-pytestmark = pytest.mark.cpu
-
 
 @given(st.lists(st.integers(0, 9), max_size=80))
 def test_equal_arguments_get_the_same_object_while_it_is_kept(calls: list[int]) -> None:

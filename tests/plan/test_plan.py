@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from vllm_pyramid.methods.host_values import HostValues
 from vllm_pyramid.methods.thinning import DecayAllocator
 from vllm_pyramid.plan import Budget, DeferredPlan, RetentionPlan
 from vllm_pyramid.policy import Policy, load_policy, policy_names
-
-pytestmark = pytest.mark.cpu
 
 PRESETS = {name: load_policy(name) for name in policy_names()}
 PYRAMIDS = [
@@ -134,9 +131,7 @@ def test_an_open_plan_is_settled_by_what_it_promised(data: st.DataObject, policy
         ({"retention": 0.5}, [101, 100, 100], "is at most 300"),
     ],
 )
-def test_lengths_that_break_the_promise(
-    args: dict[str, Any], keep: list[int], message: str
-) -> None:
+def test_lengths_that_break_the_promise(args, keep, message) -> None:
     plan = load_policy("xkv", 100, args).plan(1000, 3, 16)
     assert isinstance(plan, DeferredPlan)
     with pytest.raises(ValueError, match=message):

@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +16,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.policy.limits import FREE_EVICTIONS, TOKENS_PER_EVICTION
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
-
-pytestmark = pytest.mark.cpu
 
 LAYERS = 5
 
@@ -44,9 +41,7 @@ TURNS = st.lists(st.integers(1, 250), min_size=2, max_size=7).map(
 
 @settings(max_examples=400)
 @given(policy=POLICIES, ends=TURNS, block_size=st.sampled_from([1, 8, 16]))
-def test_what_a_turn_leaves_is_what_the_next_one_finds(
-    policy: Policy, ends: tuple[int, ...], block_size: int
-) -> None:
+def test_what_a_turn_leaves_is_what_the_next_one_finds(policy, ends, block_size) -> None:
     """Behind each turn's end every later turn holds what that turn's own request held there."""
     plans = [_plan(policy, end, ends[:index], block_size) for index, end in enumerate(ends)]
     last = plans[-1]

@@ -20,8 +20,6 @@ from vllm_pyramid.policy.kinds import built_in_kinds, parse_component
 from vllm_pyramid.policy.page_scorer import PageScorer
 from vllm_pyramid.policy.request import check_request, for_request
 
-pytestmark = pytest.mark.cpu
-
 SIZE = 16
 
 

@@ -23,8 +23,6 @@ from vllm_pyramid.policy.capabilities import (
 )
 from vllm_pyramid.policy.request import TOGETHER
 
-pytestmark = pytest.mark.cpu
-
 F = Feature
 OWN_PAGES = {"attend.scorer": {"kind": "tests.methods.test_pages:OwnMean"}}
 HOST = {"values": "host"}
@@ -56,9 +54,7 @@ HOST = {"values": "host"}
         ("adakv", {}, {F.DRAFTS}, "lengths that are solved"),
     ],
 )  # fmt: skip
-def test_what_a_part_refuses(
-    name: str, args: dict[str, Any], features: set[Feature], reason: str
-) -> None:
+def test_what_a_part_refuses(name, args, features, reason) -> None:
     """All features of a row have to be in use."""
     policy = load_policy(name, None, args)
     with pytest.raises(ValueError, match=f"^policy '{name}' (?=.* does not work ).*{reason}"):

@@ -15,8 +15,6 @@ from vllm_pyramid.policy import DEFAULT_MIN_TOKENS, Policy, load_policy, policy_
 from vllm_pyramid.policy.request import check_request, resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 
-pytestmark = pytest.mark.cpu
-
 LAYERS, BLOCK = 6, 16
 FLOOR = 200
 

@@ -20,8 +20,6 @@ from vllm_pyramid.policy.planning import peak_blocks_up_to
 from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = 5
 
 
@@ -171,8 +169,6 @@ def test_what_fits() -> None:
         ({}, 500, 200, "lower max_tokens"),
     ],
 )
-def test_what_does_not_fit(
-    keys: dict[str, Any], prompt_len: int, max_tokens: int, message: str
-) -> None:
+def test_what_does_not_fit(keys, prompt_len, max_tokens, message) -> None:
     with pytest.raises(ValueError, match=message):
         _check(keys, prompt_len, max_tokens)

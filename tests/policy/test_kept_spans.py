@@ -29,8 +29,6 @@ from vllm_pyramid.policy.kept_spans import (
 )
 from vllm_pyramid.policy.request import TEMPLATE_KEY, ServedRequest, for_request
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = 5
 BOUNDS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=6)
 
@@ -139,9 +137,7 @@ BUDGETS = st.sampled_from(["3%", "12%", "50%", "100%", 60, 100, 1000])
 @example(bounds=[(0, 400)], own=POLICIES[0], budget="12%", tokens=400)
 @example(bounds=[(0, 340)], own=POLICIES[2], budget="12%", tokens=400)
 @example(bounds=[(0, 2)], own=POLICIES[4], budget="3%", tokens=40)
-def test_spans_are_kept_beside_the_budget_of_the_rest(
-    bounds: list[tuple[int, int]], own: tuple[str, dict[str, Any]], budget: str | int, tokens: int
-) -> None:
+def test_spans_are_kept_beside_the_budget_of_the_rest(bounds, own, budget, tokens) -> None:
     name, args = own
     policy = loaded(name, budget, repr({"min_tokens": 20, **args}))
     spans = merged((start, min(start + size, tokens)) for start, size in bounds if start < tokens)

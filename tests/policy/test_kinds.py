@@ -19,8 +19,6 @@ from vllm_pyramid.policy.page_scorer import PageScorer
 from vllm_pyramid.policy.policy import SECTIONS, Policy
 from vllm_pyramid.policy.scorer import Scorer
 
-pytestmark = pytest.mark.cpu
-
 FOLDER = Path(vllm_pyramid.methods.__file__).parent
 # Some of each section: what users have in their files.
 KINDS = {

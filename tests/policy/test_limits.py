@@ -18,8 +18,6 @@ from vllm_pyramid.policy.limits import MAX_KEYS, MAX_SPANS, MAX_TURNS
 from vllm_pyramid.policy.request import ServedRequest, check_request, for_request
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS
 
-pytestmark = pytest.mark.cpu
-
 SNAPKV = load_policy("snapkv", 512)
 
 

@@ -15,8 +15,6 @@ from vllm_pyramid.policy.overrides import OVERRIDES, Layers, RequestOverrides, p
 from vllm_pyramid.policy.request import TEMPLATE_KEY, resolve, with_template
 from vllm_pyramid.policy.request_keys import REQUEST_KEYS, RequestKeys
 
-pytestmark = pytest.mark.cpu
-
 GIVEN: dict[str, Any] = {
     "kv_policy": "full",
     "kv_budget": 64,
@@ -131,9 +129,7 @@ def test_whoever_may_name_a_session_may_have_its_turns() -> None:
         ("25%", {TEMPLATE_KEY: [0, 700], "kv_policy": "full"}, 1000, "keep 1000 of 1000 .* 775"),
     ],
 )
-def test_more_than_the_limit(
-    limit: str | int, extra: dict[str, Any], prompt_len: int, numbers: str
-) -> None:
+def test_more_than_the_limit(limit, extra, prompt_len, numbers) -> None:
     overrides = RequestOverrides(max_budget=limit)
     with pytest.raises(ValueError, match=numbers):
         check_kept(overrides, extra, prompt_len, args={"min_tokens": 0})
@@ -194,9 +190,7 @@ def test_generated_tokens_count_where_the_policy_evicts_them() -> None:
         ((), "snapkv", "12%", "lets no request change its policy"),
     ],
 )
-def test_limits_without_effect(
-    allowed: tuple[str, ...], policy: str, budget: str | None, reason: str
-) -> None:
+def test_limits_without_effect(allowed, policy, budget, reason) -> None:
     with pytest.raises(ValueError, match=reason):
         RequestOverrides(allowed, 512).check_policy(load_policy(policy, budget), keeps_tools=False)
     RequestOverrides(allowed).check_policy(load_policy(policy, budget), keeps_tools=False)

@@ -16,8 +16,6 @@ from vllm_pyramid.policy.request import resolve
 from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.probe import probe
 
-pytestmark = pytest.mark.cpu
-
 DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
 
 
@@ -54,9 +52,7 @@ def test_auto_is_a_preset() -> None:
         resolve(load_policy("snapkv"), keys)
 
 
-def test_the_examples_of_the_documentation(
-    preset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_documentation(preset, tmp_path, monkeypatch) -> None:
     (format_example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
     packaged = load_policy("pyramidkv").model_dump(exclude={"description", "paper"})
     documented = load_policy(preset(format_example)).model_dump(exclude={"description", "paper"})

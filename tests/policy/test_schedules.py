@@ -16,8 +16,6 @@ from vllm_pyramid.policy import load_policy
 from vllm_pyramid.policy.capabilities import Feature
 from vllm_pyramid.policy.schedules import IntervalSchedule
 
-pytestmark = pytest.mark.cpu
-
 
 def plan_of(policy: str, budget: Any, args: dict[str, Any], *where: int) -> RetentionPlan:
     plan = load_policy(policy, budget, args).plan(*where)

@@ -32,9 +32,6 @@ from vllm_pyramid.scheduler.forecast import (
     missing_blocks,
 )
 
-pytestmark = pytest.mark.cpu
-
-
 # What is expected of an answer --------------------------------------------------------------------
 
 

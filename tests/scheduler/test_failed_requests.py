@@ -16,8 +16,6 @@ from vllm_pyramid.compat.side_channel import attach_report, read_report, take_po
 from vllm_pyramid.policy.allocator import CurveAllocator
 from vllm_pyramid.step.hooks import SchedulerHooks
 
-pytestmark = pytest.mark.cpu
-
 
 def _fail(pair: Pair, output: Any, name: str) -> ModelRunnerOutput:
     """What the worker returns of a step in which a request's scores were NaN."""

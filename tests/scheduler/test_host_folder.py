@@ -22,8 +22,6 @@ from vllm_pyramid.policy.served_settings import ServedSettings
 from vllm_pyramid.scheduler import host_folder
 from vllm_pyramid.scheduler.host_folder import namespace_of, namespace_of_engines, weight_samples
 
-pytestmark = pytest.mark.cpu
-
 SETUP = Setup(prefix_caching=True)
 
 

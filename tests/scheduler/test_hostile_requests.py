@@ -28,8 +28,6 @@ from vllm_pyramid.policy.request import check_request, for_request
 from vllm_pyramid.scheduler.scheduler import PyramidScheduler
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 MOST_MS = 2.0
 TURNS, MOST_CALLS = 116, 40  # to plan one more turn of that many
 PROMPT = 60_000  # a body of 64 KB has hardly more
@@ -178,9 +176,7 @@ def honest(scheduler: PyramidScheduler) -> Costs:
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *ACCEPTED])
-def test_a_hostile_request_costs_what_its_tokens_cost(
-    scheduler: PyramidScheduler, honest: Costs, name: str
-) -> None:
+def test_a_hostile_request_costs_what_its_tokens_cost(scheduler, honest, name) -> None:
     body = {**REFUSED, **ACCEPTED}[name]
     if "huge" not in name and "4,000" not in name:  # numbers that JSON in Python cannot write
         assert len(json.dumps(body(6))) < 65_536

@@ -14,8 +14,6 @@ from tests.scheduler.harness import make_request
 from tests.scheduler.jobs import SMALL, Job, exact_request
 from vllm_pyramid.scheduler.pressure import Pressure
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = SMALL.num_layers
 SETUP = replace(
     SMALL,

@@ -13,8 +13,6 @@ from tests.scheduler.harness import Setup
 from tests.scheduler.test_scheduler import Pair
 from vllm_pyramid.scheduler import page_data as module
 
-pytestmark = pytest.mark.cpu
-
 CACHED = Setup(prefix_caching=True)
 STAGES = Setup(prefix_caching=True, num_layers=4, stages=(1, 3))
 

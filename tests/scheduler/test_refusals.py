@@ -15,8 +15,6 @@ from tests.scheduler.checks import check_pool
 from tests.scheduler.harness import PlainWorker, Setup, make_request, make_scheduler
 from vllm_pyramid.policy.request import TEMPLATE_KEY
 
-pytestmark = pytest.mark.cpu
-
 LIMITS = (("kv_request_overrides", "budget"), ("kv_max_request_budget", "50%"))
 
 
@@ -127,9 +125,7 @@ def test_a_template_that_the_limit_leaves_out_is_reported() -> None:
 
 
 @pytest.mark.parametrize("reports_cached", [True, False])
-def test_bytes_that_a_cached_prefix_saves_are_reported_where_the_cache_is(
-    reports_cached: bool,
-) -> None:
+def test_bytes_that_a_cached_prefix_saves_are_reported_where_the_cache_is(reports_cached) -> None:
     engine = Engine(
         policy_args=(("window", 6), ("values", "host")),
         further=(("kv_report_cached", reports_cached),),

@@ -20,8 +20,6 @@ from vllm_pyramid.compat.side_channel import (
     take_policy_stats,
 )
 
-pytestmark = pytest.mark.cpu
-
 SYNC = Setup()
 ASYNC = Setup(asynchronous=True)
 
@@ -210,9 +208,7 @@ SOLVED = Setup(policy="xkv")
         (SOLVED, lambda e: e._replace(tokens=e.tokens + 4), "evicted .* tokens, the plan says"),
     ],
 )
-def test_a_report_that_breaks_the_promise_stops_the_engine(
-    setup: Setup, change: Any, message: str
-) -> None:
+def test_a_report_that_breaks_the_promise_stops_the_engine(setup, change, message) -> None:
     pair = Pair(setup)
     pair.add("r", 40)
     output = pair.scheduler.schedule()

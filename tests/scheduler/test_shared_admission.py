@@ -16,8 +16,6 @@ from tests.scheduler.harness import Setup
 from tests.scheduler.jobs import SMALL, Job, exact_request
 from vllm_pyramid.scheduler.admission import RECHECK_STEPS, UNBOUNDED
 
-pytestmark = pytest.mark.cpu
-
 # Nobody gives anything back, so a prefix is shared to the end.
 WHOLE = replace(SMALL, budget="100%", prefix_caching=True)
 # Only prompts that are processed share anything.
@@ -88,9 +86,7 @@ def _run(setup: Setup, shared: int, *, each: bool, tokens: int) -> SharingJob:
 
 
 @pytest.mark.parametrize(("asynchronous", "stages"), [(False, ()), (True, ()), (False, (1, 2))])
-def test_more_requests_of_one_prefix_run_at_once(
-    asynchronous: bool, stages: tuple[int, ...]
-) -> None:
+def test_more_requests_of_one_prefix_run_at_once(asynchronous, stages) -> None:
     """12 of 20 blocks a layer are shared: 10 requests fit side by side, 4 if each counts all."""
     setup = replace(WHOLE, asynchronous=asynchronous, stages=stages)
     each = _run(setup, 48, each=True, tokens=16)

@@ -33,8 +33,6 @@ from vllm_pyramid.step.eviction_memory import (
 from vllm_pyramid.step.rotary import Rotary
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
-
 BLOCK, KV_HEADS, HEADS, SIZE = 16, 2, 4, 16
 
 
@@ -132,9 +130,7 @@ def scored_by_copies() -> list[Policy]:
 
 @pytest.mark.parametrize("policy", scored_by_copies(), ids=lambda p: f"{p.name}-{p.window}")
 @pytest.mark.parametrize(("group", "size"), [(1, 64), (4, 32)])
-def test_copies_take_no_more_than_the_scorer_says(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy, group: int, size: int
-) -> None:
+def test_copies_take_no_more_than_the_scorer_says(monkeypatch, policy, group, size) -> None:
     """The bound holds for a request that is scored whole, and for one that is scored in parts."""
     tokens, heads = 2000, 6
     scorer = ready(policy.scorer, heads * group, size)
@@ -201,9 +197,7 @@ def worst_step(policy: Policy, lens: list[int]) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("name", ["snapkv", "snapkv-expected", "observed alone"])
 @pytest.mark.parametrize("lens", [[20_000], [60] * 200, [60] * 40 + [5_000]], ids=len)
-def test_triton_allocates_no_more_than_the_scorer_says(
-    monkeypatch: pytest.MonkeyPatch, name: str, lens: list[int]
-) -> None:
+def test_triton_allocates_no_more_than_the_scorer_says(monkeypatch, name, lens) -> None:
     """Its launchers run, and no kernel; on CUDA their tensors are all that evictions take."""
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
     policy = small(name.replace("observed alone", "snapkv-expected"))
@@ -236,9 +230,7 @@ POLICIES = ["snapkv", "snapkv-expected", "keydiff", "h2o", "random"]
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_worst_step_stays_within_what_is_reserved(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_worst_step_stays_within_what_is_reserved(monkeypatch, name) -> None:
     """One longest prompt next to the most short ones; without pieces the step takes more."""
     limit = 4 * KV_HEADS * max(LENS)  # the least: one longest request's scores
     policy = small(name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +19,6 @@ from vllm_pyramid.policy.kept_spans import merged
 from vllm_pyramid.policy.policy import Policy
 from vllm_pyramid.policy.selectors import Selector
 from vllm_pyramid.step.eviction_batch import EvictionBatch
-
-pytestmark = pytest.mark.cpu
 
 HEADS, BLOCK = 2, 16
 

@@ -18,8 +18,6 @@ from vllm_pyramid.policy.selectors import Selector
 from vllm_pyramid.step.probe import probe
 from vllm_pyramid.step.scorer_inputs import ScorerInputs
 
-pytestmark = pytest.mark.cpu
-
 
 class Returning(Scorer):
     """Scores as a test says."""
@@ -85,9 +83,7 @@ def test_a_scorer_that_mixes_heads_cannot_score_in_parts() -> None:
         (KeyError("x"), r"failed on a made-up request: KeyError: 'x'"),
     ],
 )
-def test_wrong_scores_are_one_sentence(
-    what: object, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_scores_are_one_sentence(what, message, monkeypatch) -> None:
     monkeypatch.setattr(Returning, "what", what)
     policy = load_policy("random", None, {"sinks": 2, "window": 4})
     policy = policy.model_copy(update={"scorer": Returning()})
@@ -113,9 +109,7 @@ def test_what_is_gathered_is_tried_too() -> None:
         (torch.arange(26.0).repeat(2, 1), "returned torch.float32"),
     ],
 )
-def test_wrong_selections_are_one_sentence(
-    what: object, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_selections_are_one_sentence(what, message, monkeypatch) -> None:
     monkeypatch.setattr(Choosing, "what", what)
     policy = load_policy("random", None, {"sinks": 2, "window": 4})
     policy = policy.model_copy(update={"selector": Choosing()})
@@ -145,9 +139,7 @@ class Undeclared(Scorer):
         ("ranks", "declare `asks_ranks = True`"),
     ],
 )
-def test_what_a_class_does_not_declare_is_missed_here(
-    what: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_class_does_not_declare_is_missed_here(what, message, monkeypatch) -> None:
     monkeypatch.setattr(Undeclared, "what", what)
     policy = load_policy("random", None, {"sinks": 2, "window": 4})
     policy = policy.model_copy(update={"scorer": Undeclared()})

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from tests import steps
 from tests.steps import make_call
 from vllm_pyramid.policy import load_policy
 from vllm_pyramid.step.step_evictions import StepEvictions
-
-pytestmark = pytest.mark.cpu
 
 WIDTH = 8
 

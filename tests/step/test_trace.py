@@ -18,8 +18,6 @@ from vllm_pyramid.step.trace import TraceWriter
 from vllm_pyramid.step.trace_files import read_kept
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 NUM_LAYERS = 3
 NUM_KV_HEADS = 2
 HEADS = [NUM_KV_HEADS] * NUM_LAYERS

@@ -11,8 +11,6 @@ import pytest
 
 from vllm_pyramid.step.trace_files import read_kept
 
-pytestmark = pytest.mark.cpu
-
 TOKENS = 6
 # Of two layers and two KV heads.
 KEPT = {0: [[0, 1, 5], [0, 2, 5]], 1: [[0, 5], [4, 5]]}

@@ -17,8 +17,6 @@ from vllm_pyramid.tools import calibrate
 from vllm_pyramid.tools.calibrate import collect, policy_text, read_prompts
 from vllm_pyramid.tools.cli import main
 
-pytestmark = pytest.mark.cpu
-
 REPORTS: list[dict[str, Any]] = [
     {"solved_tokens": [18, 38, 8, 28]},  # 10, 30, 0, 20 beyond the window of 8
     {"kept_tokens": [9, 9, 9, 9]},  # shorter than the budget
@@ -115,9 +113,7 @@ def test_errors_are_one_line_and_come_before_the_engine(
     assert re.search(message, captured.err), captured.err
 
 
-def test_the_command(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(capsys, tmp_path, monkeypatch) -> None:
     seen: list[Any] = []
 
     def solve(model: str, settings: Any, prompts: Any, engine_args: Any) -> Any:

@@ -11,8 +11,6 @@ import pytest
 
 from vllm_pyramid.tools.child_process import Child
 
-pytestmark = pytest.mark.cpu
-
 # Says what memory PyTorch asks the kernel for: a tensor is made, then looked up in the mappings.
 CODE = """
 import json, re, sys, torch
@@ -29,9 +27,7 @@ print("\\n@vllm-pyramid " + json.dumps({"done": flags}), flush=True)
 
 
 @pytest.mark.parametrize(("variable", "wanted"), [(None, True), ("0", False)])
-def test_memory_of_engines_in_a_child_is_in_huge_pages(
-    variable: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_engines_in_a_child_is_in_huge_pages(variable, wanted, monkeypatch) -> None:
     """As that of the workers of a server; who runs the bench can say otherwise."""
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     if variable is not None:

@@ -12,8 +12,6 @@ import pytest
 from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.tools.cli import main
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +130,7 @@ def test_budgets_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert report["dtype"] == "float16"
 
 
-def test_only_full_attention_layers_are_counted(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_only_full_attention_layers_are_counted(capsys, tmp_path) -> None:
     model = write_config(
         tmp_path,
         model_type="qwen3",
@@ -191,9 +187,7 @@ def test_states_make_blocks_long(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "42.9 %: 2.3 times as many fit" in out
 
 
-def test_a_state_of_unknown_size(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_of_unknown_size(capsys, tmp_path, monkeypatch) -> None:
     """Where vLLM cannot be asked the output says so, and no total contains a guess."""
 
     def refuse(model: str, dtype: str) -> int:
@@ -220,9 +214,7 @@ def test_a_state_of_unknown_size(
         (["--prompt-len", "8", "--keep-first", "9"], "9 is more than the prompt's 8 tokens"),
     ],
 )
-def test_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
-) -> None:
+def test_errors_are_one_line(capsys, argv, message) -> None:
     assert main(["budgets", "--num-layers", "4", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -240,13 +232,7 @@ def test_errors_are_one_line(
         ({}, ["--head-size", "64"], "come from the model"),
     ],
 )
-def test_model_errors(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    changes: dict[str, Any] | None,
-    argv: list[str],
-    message: str,
-) -> None:
+def test_model_errors(capsys, tmp_path, changes, argv, message) -> None:
     model = str(tmp_path) if changes is None else write_config(tmp_path, **changes)
     assert main(["budgets", "--model", model, *argv]) == 2
     error = capsys.readouterr().err

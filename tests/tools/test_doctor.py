@@ -15,8 +15,6 @@ from vllm_pyramid.kernels.cpu import library
 from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.doctor import checks as doctor
 
-pytestmark = pytest.mark.cpu
-
 
 def of_section(findings: list[doctor.Finding], section: str) -> dict[str, doctor.Finding]:
     return {finding.name: finding for finding in findings if finding.section == section}
@@ -39,9 +37,7 @@ def test_what_it_finds_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert extras["docs"].value == "installed" or "mkdocs" in extras["docs"].value
 
 
-def test_what_does_not_work_with_a_policy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_work_with_a_policy(capsys, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "examine", list)
     assert main(["doctor", "--kv-policy", "kcache"]) == 0
     out = capsys.readouterr().out
@@ -58,9 +54,7 @@ def test_what_does_not_work_with_a_policy(
     assert "unknown policy 'nothing'" in capsys.readouterr().err
 
 
-def test_a_missing_library_counts_where_it_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_counts_where_it_is_needed(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(library.LIBRARY_VARIABLE, str(tmp_path / "nothing.so"))
     library.load.cache_clear()
     try:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.cpu
-
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "grafana"
 METRIC = re.compile(r"\bvllm(?:_pyramid)?:\w+")
 # Labels that Prometheus adds when it reads, and those of histograms.

@@ -25,8 +25,6 @@ from vllm_pyramid.transfer.folder import FolderTransport
 from vllm_pyramid.transfer.states import BlockOrder, State, Ticket, TransferOrders
 from vllm_pyramid.transfer.workers import WorkerTransfers
 
-pytestmark = pytest.mark.cpu
-
 BLOCKS, PAGE = 12, 64
 STATE = State(Ticket("0123456789abcdef" * 2), "namespace", "key")
 
@@ -194,9 +192,7 @@ def share(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("theirs", "mine"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (8, 4), (4, 8)]
 )
-def test_ranks_of_other_numbers(
-    folder: FolderTransport, theirs: int, mine: int, tokens_first: bool, dtype: torch.dtype
-) -> None:
+def test_ranks_of_other_numbers(folder, theirs, mine, tokens_first, dtype) -> None:
     """Every rank gets its KV heads, wherever they are; 8 ranks hold each of 4 heads twice."""
     heads, tokens, size = 4, 8, 6
     generator = torch.Generator().manual_seed(0)

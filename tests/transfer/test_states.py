@@ -27,8 +27,6 @@ from vllm_pyramid.transfer.states import (
     sources,
 )
 
-pytestmark = pytest.mark.cpu
-
 STATE = State(Ticket("0123456789abcdef" * 2, "", 2), "namespace", "key")
 BLOCKS = bytes(range(256)) * 4
 LAYOUT = "1 times 128 bytes"

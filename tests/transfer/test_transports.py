@@ -25,8 +25,6 @@ from vllm_pyramid.transfer.states import Ticket
 from vllm_pyramid.transfer.tcp import TcpTransport
 from vllm_pyramid.transfer.transport import Transport, make_transport
 
-pytestmark = pytest.mark.cpu
-
 STATE = "0123456789abcdef" * 2
 HEAD, PART = f"{STATE}.head", f"{STATE}.0"
 PIECES = [memoryview(b"one"), memoryview(bytes(100_000)), memoryview(b"two")]
@@ -105,9 +103,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> type[Agent]:
 
 
 @pytest.fixture(params=["folder", "tcp", "nixl", "nixl itself"])
-def pair(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[..., tuple[Transport, Transport, str]]]:
+def pair(request, tmp_path) -> Iterator[Callable[..., tuple[Transport, Transport, str]]]:
     """`pair(**settings)`: a sender of parts of rank 0, a fetcher, and the sender's name."""
     made: list[Transport] = []
     nixl = request.param.startswith("nixl")
@@ -202,9 +198,7 @@ def test_a_folder_keeps_to_its_own_files(tmp_path: Path) -> None:
     transport.close()
 
 
-def test_a_file_that_cannot_be_removed_keeps_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path, monkeypatch) -> None:
     tried: list[str] = []
     unlink = os.unlink
 
@@ -263,9 +257,7 @@ def test_strangers_get_nothing(server: tuple[Transport, int], line: bytes) -> No
     assert ask(port, f"GET {HEAD}\n".encode())[8:] == CONTENT
 
 
-def test_a_slow_reader_gets_the_whole_part(
-    server: tuple[Transport, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_reader_gets_the_whole_part(server, monkeypatch) -> None:
     """The limit of idle time counts for each slice, not for the whole part."""
     monkeypatch.setattr(tcp._Handler, "timeout", 0.5)
     monkeypatch.setattr(tcp, "_SLICE", 1 << 16)
@@ -314,9 +306,7 @@ def test_connections_that_say_nothing_give_way(server: tuple[Transport, int]) ->
         assert taken == size
 
 
-def test_a_line_has_to_come_in_time(
-    server: tuple[Transport, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_has_to_come_in_time(server, monkeypatch) -> None:
     """As a whole: single bytes buy no more time."""
     monkeypatch.setattr(tcp, "_ASK_S", 0.2)
     _, port = server
@@ -366,9 +356,7 @@ def test_a_client_cannot_have_many_ports_tried(monkeypatch: pytest.MonkeyPatch) 
     sender.close()
 
 
-def test_a_port_that_does_not_answer_is_tried_once_in_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_port_that_does_not_answer_is_tried_once_in_a_while(monkeypatch) -> None:
     """Each try holds a thread that other requests need, and clients choose how many there are."""
     tried = []
 
@@ -502,9 +490,7 @@ def test_a_transfer_that_fails(nixl_pair: Any, monkeypatch: pytest.MonkeyPatch) 
     assert Agent.registered == before and fetcher._agent.handles == 0
 
 
-def test_a_transfer_that_does_not_end_in_time(
-    nixl_pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transfer_that_does_not_end_in_time(nixl_pair, monkeypatch) -> None:
     """It may still write, so its memory stays until it has ended."""
     sender, fetcher, name = nixl_pair
     sender.put(PART, PIECES)

@@ -22,8 +22,6 @@ from vllm_pyramid.step.scorer_inputs import ScorerInputs
 from vllm_pyramid.worker import answer_levels
 from vllm_pyramid.worker.answer_levels import AnswerLevels
 
-pytestmark = pytest.mark.cpu
-
 EVERY, WINDOW = 20, 8
 PROMPTS = {"a": 70, "b": 45, "c": 101}
 START = [{"a": 70, "b": 20}, {"a": 1, "b": 25, "c": 101}]
@@ -196,9 +194,7 @@ def _to_second_point(worker: Worker, late: AnswerLevels) -> list[bool]:
 
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("policy", ["snapkv", "auto", "streaming-llm", "keydiff"])
-def test_layers_are_scored_together_on_a_device(
-    monkeypatch: pytest.MonkeyPatch, policy: str, in_pieces: bool
-) -> None:
+def test_layers_are_scored_together_on_a_device(monkeypatch, policy, in_pieces) -> None:
     """Their levels are those of layers one by one; no step waits; which keep queries, is told."""
     host = Host()
     launch_tables(monkeypatch, host)

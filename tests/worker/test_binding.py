@@ -32,8 +32,6 @@ from vllm_pyramid.worker.adapter_v1 import TablesV1
 from vllm_pyramid.worker.adapter_v2 import MetadataBuilding, TablesV2
 from vllm_pyramid.worker.pipeline_sync import PipelineSync
 
-pytestmark = pytest.mark.cpu
-
 NAMES = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
 ROWS, WIDTH = 3, 8
 
@@ -381,9 +379,7 @@ def test_logits_of_replays_are_reserved() -> None:
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "full"])
 @pytest.mark.parametrize("tables_class", [TablesV1, TablesV2])
-def test_tables_are_as_large_as_is_said(
-    monkeypatch: pytest.MonkeyPatch, policy: str, tables_class: Any
-) -> None:
+def test_tables_are_as_large_as_is_said(monkeypatch, policy, tables_class) -> None:
     """1,024 tokens are 64 entries of 4 bytes: once per layer and row, or twice."""
     monkeypatch.setattr(Runner, "tables_class", tables_class)
     tables = 3 * ROWS * 64 * 4
@@ -469,9 +465,7 @@ class _Builder(PyramidBuilderMixin, AttentionMetadataBuilder):  # type: ignore[t
         ),
     ],
 )
-def test_graphs_with_drafts_never_replay_a_step_that_evicts(
-    args: Any, drafts: int, support: Any
-) -> None:
+def test_graphs_with_drafts_never_replay_a_step_that_evicts(args, drafts, support) -> None:
     settings = KVSettings(kv_policy="streaming-llm", kv_policy_args=args).served()
     assert settings is not None
     data = replace(settings, num_drafts=drafts).as_data()

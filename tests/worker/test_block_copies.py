@@ -16,8 +16,6 @@ from vllm_pyramid.step.hooks import CacheHooks
 from vllm_pyramid.worker import block_copies
 from vllm_pyramid.worker.block_copies import copy_blocks
 
-pytestmark = pytest.mark.cpu
-
 
 class Pool(CacheHooks):
     """A number for each block."""

@@ -14,8 +14,6 @@ import torch
 from vllm_pyramid.step.hooks import HostMemory
 from vllm_pyramid.worker import copy_stream as copies
 
-pytestmark = pytest.mark.cpu
-
 
 class Stream:
     """Notes what it is asked for."""

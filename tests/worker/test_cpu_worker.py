@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 CODE = """
 from types import SimpleNamespace
 from vllm.v1.worker.cpu_worker import CPUWorker

@@ -20,8 +20,6 @@ from vllm_pyramid.policy.request_keys import RequestKeys
 from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 NUM_LAYERS = 4
 BLOCK_SIZE = 8
 MAX_REQS = 5

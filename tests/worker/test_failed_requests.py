@@ -25,8 +25,6 @@ from vllm_pyramid.step.step import WorkerRequest
 from vllm_pyramid.worker.adapter import RunnerAdapter
 from vllm_pyramid.worker.eviction_tracker import EvictionTracker
 
-pytestmark = pytest.mark.cpu
-
 # Some look at no key, so a key that is NaN is nothing to their scores; others compare and count, so
 # their scores are numbers whatever the keys are.
 EVICTING = [p for p in policies() if p.evicts]
@@ -53,9 +51,7 @@ def _blocks(worker: Worker, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
-def test_a_request_with_nan_fails_alone(
-    policy: Policy, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_with_nan_fails_alone(policy, on_device, monkeypatch) -> None:
     if not on_device:
         launch_tables(monkeypatch, Host())
         right, worker = _run(policy, Host(), None), _run(policy, Host(), "c")

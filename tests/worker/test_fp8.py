@@ -15,8 +15,6 @@ from vllm_pyramid.attention import backend_cpu
 from vllm_pyramid.compat.backend_names import CPU_BACKEND
 from vllm_pyramid.compat.platform.cpu_platform import PyramidCpuPlatform
 
-pytestmark = pytest.mark.cpu
-
 
 def layer(key_scale: float, value_scale: float) -> Any:
     return SimpleNamespace(_k_scale_float=key_scale, _v_scale_float=value_scale)
@@ -27,9 +25,7 @@ def attention(dtype: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "auto", "bfloat16"])
-def test_scales_are_those_of_the_layer_that_writes(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_scales_are_those_of_the_layer_that_writes(monkeypatch, dtype) -> None:
     layers = {"below": layer(0.5, 2.0)}
     context = SimpleNamespace(no_compile_layers=layers)
     monkeypatch.setattr(backend_cpu, "get_forward_context", lambda: context)

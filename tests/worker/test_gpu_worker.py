@@ -19,8 +19,6 @@ from vllm_pyramid.policy.served_settings import SERVED_KEY
 from vllm_pyramid.worker import gpu_worker
 from vllm_pyramid.worker.gpu_worker import PyramidGpuWorker
 
-pytestmark = pytest.mark.cpu
-
 
 class Memory:
     def __init__(self, calls: list[str]) -> None:
@@ -55,9 +53,7 @@ def make_worker(kv_cache_memory_bytes: int | None = None, enable_jit_warmup: boo
 
 
 @pytest.mark.parametrize("warms_up", [True, False])
-def test_kernels_are_compiled_before_vllm_warms_up(
-    monkeypatch: pytest.MonkeyPatch, warms_up: bool
-) -> None:
+def test_kernels_are_compiled_before_vllm_warms_up(monkeypatch, warms_up) -> None:
     """Behind vLLM's warm-up graphs are captured, and compilers are watched."""
     worker = make_worker(enable_jit_warmup=warms_up)
     calls = worker.adapter.pyramid.calls
@@ -85,9 +81,7 @@ def test_a_size_that_the_user_chose_is_the_caches(monkeypatch: pytest.MonkeyPatc
     assert worker.determine_available_memory() == 2000
 
 
-def test_a_size_that_vllm_remembers_is_one_that_it_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_size_that_vllm_remembers_is_one_that_it_measured(monkeypatch) -> None:
     """`VLLM_ENABLE_STARTUP_PLAN`: of an earlier start, whose tables it did not know either."""
     worker = make_worker()
 

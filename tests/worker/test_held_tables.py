@@ -24,8 +24,6 @@ from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.adapter_v2 import AdapterV2
 from vllm_pyramid.worker.step_tables import StepTables
 
-pytestmark = pytest.mark.cpu
-
 ROWS, WIDTH, BLOCK = 4, 6, 16
 # KV cache groups: a window, two layers that evict, and one of another pipeline stage.
 GROUPS = [["window"], ["a"], [], ["b"]]
@@ -85,9 +83,7 @@ def test_tables_of_requests_are_on_the_host(memory: list[Any]) -> None:
     assert runner.runner_tables().held_on_host
 
 
-def test_tables_stay_where_no_memory_is_pinned(
-    monkeypatch: pytest.MonkeyPatch, memory: list[Any]
-) -> None:
+def test_tables_stay_where_no_memory_is_pinned(monkeypatch, memory) -> None:
     monkeypatch.setattr(held_tables, "is_uva_available", lambda: False)
     runner = make_runner()
     assert memory == [] and not runner.runner_tables().held_on_host

@@ -35,8 +35,6 @@ from vllm_pyramid.worker.block_copies import copy_blocks
 from vllm_pyramid.worker.file_writer import Ring
 from vllm_pyramid.worker.host_pool import HostPool, waiting_bytes
 
-pytestmark = pytest.mark.cpu
-
 LAYERS, BLOCKS, SLOTS = 3, 12, 4
 
 
@@ -88,9 +86,7 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(("dtype", "head_size"), [(torch.bfloat16, 8), (torch.uint8, 3)])
-def test_every_byte_comes_back(
-    dtype: torch.dtype, head_size: int, inference: bool, stream: Any
-) -> None:
+def test_every_byte_comes_back(dtype, head_size, inference, stream) -> None:
     """Blocks of a number of bytes that is no whole number of words, too."""
     of = specs(dtype, head_size)
     num_bytes = SLOTS * LAYERS * of[0].page_size_bytes
@@ -110,9 +106,7 @@ def test_every_byte_comes_back(
 
 @pytest.mark.parametrize("head_size", [8, 3])
 @pytest.mark.parametrize("methods", [1, 2])
-def test_what_methods_keep_beside_blocks_goes_with_them(
-    methods: int, head_size: int, stream: Any
-) -> None:
+def test_what_methods_keep_beside_blocks_goes_with_them(methods, head_size, stream) -> None:
     """Behind each block of a slot; that of other blocks stays as it is. One batch each way."""
     of = specs(torch.bfloat16, head_size)
     extra_bytes = methods * 2 * head_size * 2

@@ -17,8 +17,6 @@ from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.step import eviction_memory
 from vllm_pyramid.worker.late_evictions import LateEvictions
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = {"a": 90, "b": 85, "c": 130, "d": 9}
 STEPS = [{"a": 30, "b": 85, "d": 9}, {"a": 60, "c": 130, "d": 1}]
 # A request, and the level to which it is ordered.
@@ -57,9 +55,7 @@ def _run(
 
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "auto", "streaming-llm", "keydiff"])
-def test_levels_and_orders_of_all_layers_together(
-    name: str, in_pieces: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_and_orders_of_all_layers_together(name, in_pieces, monkeypatch) -> None:
     """Marks, losses and caches are the same; on a device nothing waits for it."""
     policy = _policy(name)
     alone, late, losses = _run(policy, Host(), monkeypatch, at_step_end=False)
@@ -80,9 +76,7 @@ def test_levels_and_orders_of_all_layers_together(
             assert torch.equal(of_layer, marks[layer]), (request, layer)
 
 
-def test_a_request_for_which_there_is_no_memory_gets_no_levels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_for_which_there_is_no_memory_gets_no_levels(monkeypatch) -> None:
     """Others of its step do; an order for it would leave its survivors where they are."""
     host = Host()
     launch_tables(monkeypatch, host)

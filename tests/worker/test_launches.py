@@ -35,8 +35,6 @@ from vllm_pyramid.step.attention_inputs import AttentionInputs
 from vllm_pyramid.worker.answer_levels import AnswerLevels
 from vllm_pyramid.worker.late_evictions import LateEvictions
 
-pytestmark = pytest.mark.cpu
-
 LAYERS = 32
 # Of each function of the Triton back end (tests/kernels/triton_matrix/check_launch.py,
 # tests/methods/test_observed_expected.py).
@@ -107,9 +105,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(("prompts", "most"), [(1, 60), (8, 80)])
-def test_launches_of_prompts_that_end(
-    name: str, prompts: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_of_prompts_that_end(name, prompts, most, monkeypatch) -> None:
     """At most 60 for one prompt, of which 32 copy queries; at most 80 for eight."""
     counts = _launches(POLICIES[name], prompts, monkeypatch)
     print(dict(counts))
@@ -273,9 +269,7 @@ def _check_writes(worker: Worker, rows: Any) -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_launches_of_a_layer_that_chooses(
-    graphs: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_of_a_layer_that_chooses(graphs, apart, monkeypatch) -> None:
     """At most six, and no tensor operation writes as much as a list of the longest sequence."""
     few, _, _ = _decode(4, graphs, apart, monkeypatch)
     many, device, worker = _decode(9, graphs, apart, monkeypatch)
@@ -345,9 +339,7 @@ def _of_step(worker: Worker, device: CountingTables, scheduled: dict[str, int]) 
 
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("name", ["pyramidkv", "heads"])
-def test_tables_of_a_step_are_one_launch(
-    name: str, held: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_a_step_are_one_launch(name, held, monkeypatch) -> None:
     """With the lengths of 32 layers; two in the step behind an eviction, which sends skips."""
     policy = POLICIES.get(name)
     if policy is None:

@@ -120,9 +120,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, policy: P
 @pytest.mark.parametrize(
     "policy", [one for one in policies() if one.attend.selects], ids=lambda policy: policy.name
 )
-def test_decode_steps_with_tensors_that_stay(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
-) -> None:
+def test_decode_steps_with_tensors_that_stay(monkeypatch, policy) -> None:
     """Where graphs of whole decode steps are captured: the same pages, and no wait."""
 
     def run(device: Any, graphs: bool) -> Worker:

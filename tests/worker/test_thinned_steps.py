@@ -33,8 +33,6 @@ from vllm_pyramid.step.step import Step
 from vllm_pyramid.worker.adapter_v1 import AdapterV1
 from vllm_pyramid.worker.adapter_v2 import AdapterV2, GraphDispatch
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = {"a": 70, "b": 45, "c": 101}
 
 
@@ -229,9 +227,7 @@ class _Kernels(Host):
         return launched
 
 
-def test_memory_of_a_layer_in_addition_to_the_forward_pass_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_a_layer_in_addition_to_the_forward_pass_is_counted(monkeypatch) -> None:
     """All that choosing and moving allocate, as if nothing of it were ever freed."""
     device = _Kernels()
     launch_tables(monkeypatch, device)

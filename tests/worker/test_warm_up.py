@@ -23,8 +23,6 @@ from vllm_pyramid.methods.accumulated.gather import KeyMass
 from vllm_pyramid.policy import Policy, load_policy
 from vllm_pyramid.worker.warm_up import compile_kernels, lengths_of
 
-pytestmark = pytest.mark.cpu
-
 KERNELS = {
     "gather_tables": triton_tables.gather_tables,
     "lane_rows": triton_lanes.lane_rows,
@@ -132,9 +130,7 @@ ALL = [*policies(), load_policy("pyramidinfer")]
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.name)
-def test_no_key_comes_up_while_serving(
-    monkeypatch: pytest.MonkeyPatch, keys: set[str], policy: Policy
-) -> None:
+def test_no_key_comes_up_while_serving(monkeypatch, keys, policy) -> None:
     worker = make_worker(policy, monkeypatch)
     warm_up(worker)
     compiled = set(keys)
@@ -148,9 +144,7 @@ def test_no_key_comes_up_while_serving(
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "duoattention"])
-def test_no_key_comes_up_where_vllm_fills_the_tables(
-    monkeypatch: pytest.MonkeyPatch, keys: set[str], name: str
-) -> None:
+def test_no_key_comes_up_where_vllm_fills_the_tables(monkeypatch, keys, name) -> None:
     """As under its first runner, whose tables are shifted in place."""
     policy = next(policy for policy in policies() if policy.name == name)
     worker = make_worker(policy, monkeypatch, held=False)
@@ -164,9 +158,7 @@ def test_no_key_comes_up_where_vllm_fills_the_tables(
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "h2o"])
-def test_nothing_changes_but_the_null_block(
-    monkeypatch: pytest.MonkeyPatch, keys: set[str], name: str
-) -> None:
+def test_nothing_changes_but_the_null_block(monkeypatch, keys, name) -> None:
     policy = next(policy for policy in policies() if policy.name == name)
     worker = make_worker(policy, monkeypatch)
     before = worker.cache.clone()

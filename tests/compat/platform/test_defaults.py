@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.cpu
 GIB = 2**30
 # Variables that an engine with a policy chooses for its processes.
 # What another test's engine may have decided (`frontend/weights.py`).
@@ -53,9 +52,7 @@ def defaults() -> Iterator[Any]:
         (2, 1, [[*range(10)], [*range(10, 20)]], "0,1,2,3,4,5,6,7,8|10,11,12,13,14,15,16,17,18"),
     ],
 )
-def test_threads(
-    defaults: Any, replicas: int, workers: int, nodes: list[list[int]], bind: str | None
-) -> None:
+def test_threads(defaults, replicas, workers, nodes, bind) -> None:
     assert defaults.threads_to_bind({}, workers, nodes, replicas) == bind
 
 
@@ -69,13 +66,7 @@ def test_threads(
         ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),  # a command for each
     ],
 )
-def test_replicas_share_the_host(
-    defaults: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    random_model: Path,
-    arguments: dict[str, int],
-    replicas: int,
-) -> None:
+def test_replicas_share_the_host(defaults, monkeypatch, random_model, arguments, replicas) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     monkeypatch.setenv(defaults.BIND, "nobind")
@@ -95,9 +86,7 @@ def test_replicas_share_the_host(
         ({"OMP_NUM_THREADS": "1"}, "nobind"),  # vLLM would bind, and set another number
     ],
 )
-def test_threads_that_the_user_chose(
-    defaults: Any, environment: dict[str, str], bind: str | None
-) -> None:
+def test_threads_that_the_user_chose(defaults, environment, bind) -> None:
     assert defaults.threads_to_bind(environment, 1, [[0, 1]]) == bind
 
 
@@ -131,9 +120,7 @@ def test_memory_is_chosen_where_the_command_line_leaves_it_open(
     assert args.additional_config == {}
 
 
-def test_memory_is_chosen_where_python_leaves_it_open(
-    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
-) -> None:
+def test_memory_is_chosen_where_python_leaves_it_open(defaults, monkeypatch, random_model) -> None:
     """`LLM` has a default of its own, which it hands on like a value of the user's."""
     import vllm
     from vllm.entrypoints import llm as module
@@ -226,9 +213,7 @@ def test_what_was_chosen_for_an_earlier_engine_is_not_the_users(
     assert os.environ[defaults.BIND] == "1"
 
 
-def test_an_engine_without_a_policy_gets_nothing_of_it(
-    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
-) -> None:
+def test_an_engine_without_a_policy_gets_nothing_of_it(defaults, monkeypatch, random_model) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_pyramid.plugin import register
@@ -247,9 +232,7 @@ def test_an_engine_without_a_policy_gets_nothing_of_it(
     assert before.items() <= os.environ.items()
 
 
-def test_a_started_process_chooses_for_itself(
-    defaults: Any, monkeypatch: pytest.MonkeyPatch, random_model: Path
-) -> None:
+def test_a_started_process_chooses_for_itself(defaults, monkeypatch, random_model) -> None:
     """What it inherits from an engine of the process that started it is not the user's."""
     from vllm.engine.arg_utils import EngineArgs
 

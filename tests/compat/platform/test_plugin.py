@@ -10,7 +10,6 @@ import pytest
 
 from vllm_pyramid.compat import platform
 
-pytestmark = pytest.mark.cpu
 CPU_BUILD = "vllm_pyramid.compat.platform.cpu_platform.PyramidCpuPlatform"
 CUDA_WHEEL = "vllm_pyramid.compat.platform.wheel.WheelCpuPlatform"
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE, take_softmax
-from vllm_pyramid.kernels import reference
+from tests.kernels.arguments import take_softmax
+from tests.kernels.every_kernel import reference, triton_ops
+from tests.kernels.readers import window_scores
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
-from vllm_pyramid.kernels.triton import functions as triton_ops
-
-pytestmark = WHERE
 
 # (KV heads, group, head size, dtype, joint K and V): every value of each at least once
 GEOMETRIES = [
@@ -121,13 +119,43 @@ def test_prefill_extras(make_paged, extra):
     run_both(paged, [150, 33], [140, 33], [0, 0], group=2, extras=EXTRAS[extra])
 
 
-def test_blocks_beyond_32_bit_offsets(far_pools, ints, device):
+def attended(batch, ints):
+    out = torch.empty_like(batch.query)
+    triton_ops.paged_attention(out, batch, Softmax(0.125), num_splits=2)
+    return out
+
+
+def chosen(batch, ints):
+    out = torch.full_like(batch.query, float("nan"))
+    triton_ops.topn_attention(out, batch, Softmax(0.125), ints([7, 0]))
+    return out
+
+
+def scored(batch, ints, **known):
+    return window_scores(triton_ops, batch, Softmax(0.125), **known)[:, :, :25]
+
+
+def scored_again(batch, ints):
+    generator = torch.Generator().manual_seed(2)
+    lse = torch.randn(batch.query.shape[:2], generator=generator).to(batch.query.device)
+    return scored(batch, ints, log_sum_exp=lse)
+
+
+@pytest.mark.parametrize(
+    ("run", "starts", "lens", "skips"),
+    [
+        (attended, [0, 1, 9], [40, 40], [3, 0]),
+        (chosen, [0, 1, 3], [40, 40], [3, 0]),
+        *((run, [0, 8, 16], [40, 33], [0, 0]) for run in (scored, scored_again)),
+    ],
+)
+def test_blocks_beyond_32_bit_offsets(far_pools, ints, device, run, starts, lens, skips):
     """Use offsets above 2**31 elements, where a 32-bit product would wrap."""
-    query = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
-    numbers = ints([[2, 0, 1], [2, 1, 0]]), ints([0, 1, 9]), ints([40, 40]), ints([3, 0])
-    outs = []
-    for pool in far_pools(3, 128):
-        outs.append(torch.empty_like(query))
-        batch = AttentionBatch(query, *pool.split(64, dim=3), *numbers)
-        triton_ops.paged_attention(outs[-1], batch, Softmax(0.125), num_splits=2)
-    assert torch.equal(outs[0], outs[1])
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(starts[-1], 2, 64, generator=generator).bfloat16().to(device)
+    numbers = ints([[2, 0, 1], [2, 1, 0]]), ints(starts), ints(lens), ints(skips)
+    far, near = (
+        run(AttentionBatch(query, *pool.split(64, dim=3), *numbers), ints)
+        for pool in far_pools(3, 128)
+    )
+    assert torch.equal(far, near) and far.isfinite().all()

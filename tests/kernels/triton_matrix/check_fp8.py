@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE
 from tests.kernels.every_kernel import reference, triton_ops
-from vllm_pyramid.kernels.records import FP8_DTYPES, Reduction, Softmax, WindowBatch
-
-pytestmark = WHERE
+from tests.kernels.readers import READERS
+from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax
 
 SCALES = {"key_scale": 0.37, "value_scale": 2.5}
 # Numbers of the query's dtype: that of the products.
@@ -54,29 +52,21 @@ def test_attention(make_paged, fp8, dtype, splits):
     torch.testing.assert_close(lse, right_lse, rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_window_scores(make_paged, ints, fp8, dtype):
-    lens = [150, 57]
-    batch = batch_of(make_paged, fp8, dtype, lens, [20, 9])
-    windows = WindowBatch(
-        batch.query, batch.key_cache, batch.block_table, ints([20, 29]), ints(lens), 8,
-        key_scale=SCALES["key_scale"],
-    )  # fmt: skip
-    softmax, reduction = Softmax(0.125), Reduction("mean", "avg", 5)
-    right = reference.window_scores(windows, softmax, reduction, compute_dtype=torch.float64)
-    found = triton_ops.window_scores(windows, softmax, reduction)
-    torch.testing.assert_close(found, right, rtol=5e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_key_mass(make_paged, fp8, kind):
-    batch = batch_of(make_paged, fp8, torch.float32, [150, 57], [1, 9], joint=False)
-    right, found = (torch.zeros(batch.key_cache.shape[:3], device=batch.query.device) for _ in "rf")
-    softmax = Softmax(0.125)
-    reference.add_key_mass(right, batch, softmax, kind=kind, compute_dtype=torch.float64)
-    triton_ops.add_key_mass(found, batch, softmax, kind=kind)
-    torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-6)
-    assert right.sum() > 1
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        *(("window scores", dtype, {}) for dtype in DTYPES),
+        *(("key mass", torch.float32, {"kind": kind}) for kind in ("sum", "below_average")),
+        ("recent mass", torch.float32, {}),
+    ],
+)
+def test_scores(make_paged, fp8, name, dtype, options):
+    batch = batch_of(make_paged, fp8, dtype, [150, 57], [20, 9], joint=name == "window scores")
+    run, softmax = READERS[name].run, Softmax(0.125)
+    right = run(reference, batch, softmax, **options, compute_dtype=torch.float64)
+    found = run(triton_ops, batch, softmax, **options)
+    torch.testing.assert_close(found, right, rtol=5e-4, atol=1e-6 if name == "key mass" else 1e-7)
+    assert right[right.isfinite()].sum() > 1
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from tests.kernels import table_twins
-from tests.kernels.arguments import WHERE
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import lanes as triton_lanes
-
-pytestmark = WHERE
 
 N, LAYERS = 24, 3
 

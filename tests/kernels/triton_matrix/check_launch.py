@@ -32,6 +32,7 @@ from vllm_pyramid.methods.pages.kernels.records import PageBatch, PageLists
 from vllm_pyramid.methods.thinning.kernels import RecentBatch
 
 pytestmark = pytest.mark.cpu
+
 ROOT = Path(__file__).parents[3]
 # One list for all tests: Triton keeps a compiled kernel, and the launcher it was compiled with.
 LAUNCHED: list[str] = []

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE, head_sinks, take_softmax
+from tests.kernels.arguments import head_sinks, take_softmax
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.recall import kept_mass
 from vllm_pyramid.kernels.records import (
@@ -19,8 +19,6 @@ from vllm_pyramid.kernels.records import (
     Softmax,
     WindowBatch,
 )
-
-pytestmark = WHERE
 
 # (KV heads, group, head size, dtype, joint K and V)
 GEOMETRIES = [

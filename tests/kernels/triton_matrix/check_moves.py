@@ -6,11 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.arguments import INTERPRETED, WHERE
+from tests.kernels.arguments import INTERPRETED
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.triton import functions as triton_ops
-
-pytestmark = WHERE
 
 
 def random_kept(lens, keeps, num_kv_heads, width, seed=0):

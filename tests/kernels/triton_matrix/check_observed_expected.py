@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE, head_sinks
+from tests.kernels.arguments import head_sinks
 from tests.kernels.every_kernel import reference, triton_ops
 from tests.kernels.test_cpu_observed_expected import Scored
 from tests.methods.views import cos_sin
@@ -17,8 +17,6 @@ from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
 from vllm_pyramid.kernels.records import FP8_DTYPES, Softmax, WindowBatch
 from vllm_pyramid.methods.observed_expected.kernels import ScoreShape
 from vllm_pyramid.step.rotary import Rotary
-
-pytestmark = WHERE
 
 
 @dataclass(frozen=True)

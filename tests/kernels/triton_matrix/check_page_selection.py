@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.arguments import INTERPRETED, WHERE, head_sinks
+from tests.kernels.arguments import INTERPRETED, head_sinks
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax
 from vllm_pyramid.kernels.triton import functions as triton_ops
@@ -23,8 +23,6 @@ from vllm_pyramid.methods.pages.kernels.records import (
     PageBatch,
     PageLists,
 )
-
-pytestmark = WHERE
 
 LENS, SKIPS = [1, 150, 64, 300], [0, 37, 0, 128]
 # Drafts of the second request and single tokens of the others.

@@ -8,13 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE
 from tests.kernels.every_kernel import reference, triton_ops
 from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.host_values.kernels import Choosers
 from vllm_pyramid.methods.host_values.kernels.triton import workspace_cells
-
-pytestmark = WHERE
 
 LENS, QUERIES = [40, 90, 33, 17], [1, 37, 1, 17]
 

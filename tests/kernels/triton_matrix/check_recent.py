@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE, take_softmax
+from tests.kernels.arguments import take_softmax
 from tests.kernels.every_kernel import reference, triton_ops
-from vllm_pyramid.methods.thinning.kernels import RecentBatch
-
-pytestmark = WHERE
+from tests.kernels.readers import recents_of
 
 # (KV heads, group, head size, dtype)
 GEOMETRIES = [
@@ -22,20 +21,9 @@ GEOMETRIES = [
     (1, 3, 32, torch.float16),
 ]
 LENS, QUERIES, SKIPS = [9, 41, 130, 100], [9, 30, 90, 20], [0, 3, 16, 37]
-RECENTS, CONTEXTS = [1, 6, 33, 20], [8, 24, 57, 43]
 
 
-def recent_of(batch, ints, rows=slice(None), **options):
-    """The requests of a batch, whose last queries score what came before them."""
-    ends = batch.query_start_loc[1:][rows]
-    return RecentBatch(
-        *(batch.query, batch.key_cache, batch.block_table[rows], ends, batch.seq_lens[rows]),
-        *(batch.skips[rows], ints(RECENTS[rows]), ints(CONTEXTS[rows])),
-        **options,
-    )
-
-
-def check(paged, ints, group, **options):
+def check(paged, group, **options):
     batch = paged.batch(QUERIES, LENS, SKIPS, group=group, seed=2)
     query, device = batch.query, batch.query.device
     if options.get("sinks"):
@@ -45,12 +33,13 @@ def check(paged, ints, group, **options):
     softmax = take_softmax(options, query.shape[2] ** -0.5)
     lse = torch.full(query.shape[:2], math.nan, device=device)
     reference.paged_attention(torch.empty_like(query), batch, softmax, log_sum_exp=lse)
-    recent = recent_of(batch, ints, **options)
+    recent = recents_of(batch, options.pop("max_context", None))
+    assert not options
     right = reference.recent_mass(recent, softmax, **how, compute_dtype=torch.float64)
     for known in (None, lse):
         found = triton_ops.recent_mass(recent, softmax, **how, log_sum_exp=known)
         torch.testing.assert_close(found, right, rtol=5e-4, atol=1e-6)
-        for r, context in enumerate(CONTEXTS):
+        for r, context in enumerate(recent.contexts.tolist()):
             assert not found[r, :, context:].any() and found[r, :, :context].all()
     if softmax.sinks is None:
         lse += math.log(2)  # it is used
@@ -59,10 +48,10 @@ def check(paged, ints, group, **options):
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_matches_reference(make_paged, ints, geometry):
+def test_matches_reference(make_paged, geometry):
     num_kv_heads, group, head_size, dtype = geometry
     paged = make_paged(LENS, num_kv_heads, head_size, dtype, skips=SKIPS)
-    check(paged, ints, group)
+    check(paged, group)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +64,21 @@ def test_matches_reference(make_paged, ints, geometry):
     ],
     ids=str,
 )
-def test_options(make_paged, ints, options):
+def test_options(make_paged, options):
     paged = make_paged(LENS, 2, 64, torch.float32, joint=True)
-    check(paged, ints, 3, **options)
+    check(paged, 3, **options)
 
 
-def test_a_row_does_not_depend_on_the_batch(make_paged, ints):
+def test_a_row_does_not_depend_on_the_batch(make_paged):
     """Thin requests alone and together: the same numbers, bit for bit."""
     batch = make_paged(LENS, 2, 64, torch.bfloat16).batch(QUERIES, LENS, SKIPS, group=2, seed=3)
+    both = recents_of(batch, 72)
 
     def mass(recent):
         return triton_ops.recent_mass(recent, take_softmax({}, 0.125), distance_weight=1.2)
 
-    together = mass(recent_of(batch, ints, max_context=57))
-    for r in range(len(LENS)):
-        found = mass(recent_of(batch, ints, slice(r, r + 1)))
-        assert torch.equal(found[0], together[r, :, : CONTEXTS[r]])
+    names = ("block_table", "query_ends", "seq_lens", "skips", "recents", "contexts")
+    for r, context in enumerate(both.contexts.tolist()):
+        own = {name: getattr(both, name)[r : r + 1] for name in names}
+        found = mass(replace(both, **own, max_context=None))
+        assert torch.equal(found[0], mass(both)[r, :, :context])

@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.arguments import INTERPRETED, WHERE
+from tests.kernels.arguments import INTERPRETED, take_softmax
 from tests.kernels.every_kernel import cpu, reference, triton_ops
+from tests.kernels.readers import READERS, window_scores
 from vllm_pyramid.attention.cache_parts import parts_of_scaled_rows
-from vllm_pyramid.kernels.records import AttentionBatch, Reduction, Softmax, WindowBatch
-from vllm_pyramid.methods.thinning.kernels import RecentBatch
-
-pytestmark = WHERE
+from vllm_pyramid.kernels.records import Softmax
 
 SIZE, HEADS = 64, 2
 # Numbers of the query's dtype: that of the products.
@@ -63,64 +61,31 @@ class Rows:
         )
 
 
-def windows(batch: AttentionBatch) -> WindowBatch:
-    inputs = batch.query, batch.key_cache, batch.block_table, batch.query_start_loc[1:]
-    return WindowBatch(*inputs, batch.seq_lens, 8, key_scales=batch.key_scales)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("known", [False, True])
-def test_window_scores(make_paged, stored, dtype, known):
-    rows = Rows(make_paged, stored, dtype, [150, 57], [20, 9])
-    softmax, reduction = Softmax(0.125, soft_cap=3.0), Reduction("mean", "avg", 5)
-    lse = None
-    if known:
-        lse = torch.zeros(rows.query.shape[:2], device=rows.query.device)
-        out = torch.zeros(rows.query.shape, dtype=torch.float64, device=lse.device)
-        plain = rows.plain
-        reference.paged_attention(out, plain, softmax, log_sum_exp=lse, compute_dtype=torch.float64)
-    plain, own = windows(rows.plain), windows(rows.batch)
-    right = reference.window_scores(plain, softmax, reduction, compute_dtype=torch.float64)
-    by_reference = reference.window_scores(own, softmax, reduction, compute_dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        *(("window scores", dtype, {"soft_cap": 3.0}) for dtype in DTYPES),
+        *(("key mass", torch.float32, {"kind": kind}) for kind in ("sum", "below_average")),
+        ("recent mass", torch.float32, {}),
+    ],
+)
+def test_scores(make_paged, stored, name, dtype, options):
+    """Also by attention's log-sum-exp over the plain numbers."""
+    skips = [0, 0] if name == "window scores" else [37, 16]
+    rows = Rows(make_paged, stored, dtype, [150, 57], [20, 9], skips)
+    run, options = READERS[name].run, dict(options)
+    softmax, exact = take_softmax(options, 0.125), {"compute_dtype": torch.float64}
+    lse = torch.zeros(rows.query.shape[:2], device=rows.query.device)
+    out = torch.zeros(rows.query.shape, dtype=torch.float64, device=lse.device)
+    reference.paged_attention(out, rows.plain, softmax, log_sum_exp=lse, **exact)
+    right = run(reference, rows.plain, softmax, **options, **exact)
+    by_reference = run(reference, rows.batch, softmax, **options, **exact)
     torch.testing.assert_close(by_reference, right, rtol=1e-6, atol=1e-9)
-    found = triton_ops.window_scores(own, softmax, reduction, log_sum_exp=lse)
-    torch.testing.assert_close(found, right, rtol=5e-4, atol=1e-7)
-    assert right.isfinite().sum() > 200
-
-
-@pytest.mark.parametrize("kind", ["sum", "below_average"])
-def test_key_mass(make_paged, stored, kind):
-    lens, queries, skips = [150, 57, 70], [1, 9, 3], [37, 0, 16]
-    rows = Rows(make_paged, stored, torch.float32, lens, queries, skips)
-    shape, device = rows.memory.shape[:3], rows.memory.device
-    right, by_reference, found = (torch.zeros(shape, device=device) for _ in range(3))
-    softmax, options = Softmax(0.125), {"compute_dtype": torch.float64}
-    reference.add_key_mass(right, rows.plain, softmax, kind=kind, **options)
-    reference.add_key_mass(by_reference, rows.batch, softmax, kind=kind, **options)
-    triton_ops.add_key_mass(found, rows.batch, softmax, kind=kind)
-    torch.testing.assert_close(by_reference, right, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found, right, rtol=2e-4, atol=1e-6)
-    assert right.sum() > 1
-
-
-def test_recent_mass(make_paged, ints, stored):
-    rows = Rows(make_paged, stored, torch.float32, [150, 57], [20, 9], [0, 16])
-    softmax = Softmax(0.125)
-
-    def recent(batch):
-        return RecentBatch(
-            *(batch.query, batch.key_cache, batch.block_table, batch.query_start_loc[1:]),
-            *(batch.seq_lens, batch.skips, ints([20, 5]), ints([64, 30])),
-            key_scales=batch.key_scales,
-        )
-
-    options = {"distance_weight": 1.2, "compute_dtype": torch.float64}
-    right = reference.recent_mass(recent(rows.plain), softmax, **options)
-    by_reference = reference.recent_mass(recent(rows.batch), softmax, **options)
-    found = triton_ops.recent_mass(recent(rows.batch), softmax, distance_weight=1.2)
-    torch.testing.assert_close(by_reference, right, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found, right, rtol=5e-4, atol=1e-7)
-    assert right.sum() > 1
+    for known in (None, lse):
+        found = run(triton_ops, rows.batch, softmax, **options, log_sum_exp=known)
+        near = 1e-6 if name == "key mass" else 1e-7
+        torch.testing.assert_close(found, right, rtol=5e-4, atol=near)
+    assert right[right.isfinite()].sum() > 1
 
 
 def test_scales_move_with_their_rows(make_paged, ints, stored):
@@ -158,7 +123,7 @@ def test_other_kernels_refuse_them(make_paged, ints, stored):
                 call(ops)
     calls += [
         lambda ops: ops.add_key_mass(mass, batch, softmax),
-        lambda ops: ops.window_scores(windows(batch), softmax, Reduction()),
+        lambda ops: window_scores(ops, batch, softmax),
     ]
     for call in calls if INTERPRETED else ():
         with pytest.raises(ValueError, match="one scale a layer"):

@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE, head_sinks
+from tests.kernels.arguments import head_sinks
 from vllm_pyramid.kernels import reference
 from vllm_pyramid.kernels.records import Reduction, Softmax, WindowBatch
 from vllm_pyramid.kernels.triton import functions as triton_ops
-
-pytestmark = WHERE
 
 # (KV heads, group, head size, dtype, window, reduction, pooling, kernel size, soft cap)
 SCORE_CASES = [
@@ -122,21 +120,6 @@ def test_a_query_head_with_nan_is_not_lost(make_paged, ints, head, gqa_reduce, p
     found = scores()
     assert found[0, 0].isnan().all()
     assert torch.equal(found[0, 1], whole[0, 1]) and torch.equal(found[1], whole[1])
-
-
-def test_scores_of_blocks_beyond_32_bit_offsets(far_pools, ints, device):
-    """Use offsets above 2**31 elements, where a 32-bit product would wrap."""
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(16, 2, 64, generator=generator).bfloat16().to(device)
-    lse = torch.randn(16, 2, generator=generator).to(device)
-    arguments = (ints([[2, 0, 1], [2, 1, 0]]), ints([8, 16]), ints([40, 33]))
-    batches = [WindowBatch(query, pool, *arguments, window=8) for pool in far_pools(3, 64)]
-    for known in (None, lse):
-        far, near = (
-            triton_ops.window_scores(batch, Softmax(0.125), Reduction(), log_sum_exp=known)
-            for batch in batches
-        )
-        assert torch.equal(far, near) and far[:, :, :25].min() > 0
 
 
 def make_scores(kind, shape, device):

@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from tests.kernels import table_twins
-from tests.kernels.arguments import WHERE
 from vllm_pyramid.kernels.table_records import StepRows, TableGroups
 from vllm_pyramid.kernels.triton import tables as triton_tables
-
-pytestmark = WHERE
 
 SLOTS, UNTOUCHED = 12, -9
 # Blocks of each layer's entries: two layers that evict, and one that does not.

@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.arguments import WHERE, take_softmax
+from tests.kernels.arguments import take_softmax
 from tests.kernels.every_kernel import reference, triton_ops
-from vllm_pyramid.kernels.records import AttentionBatch, Softmax
+from vllm_pyramid.kernels.records import Softmax
 from vllm_pyramid.methods.host_values.kernels import Choosers
-
-pytestmark = WHERE
 
 # (KV heads, group, head size, dtype)
 GEOMETRIES = [
@@ -129,15 +127,3 @@ def test_only_the_chosen_rows_of_v_are_read(make_paged, ints):
         poisoned[blocks, head // 2, places] = paged.value_cache[blocks, head // 2, places]
     triton_ops.topn_attention(out, replace(batch, value_cache=poisoned), Softmax(0.2), ints([4]))
     assert torch.equal(out, right)
-
-
-def test_blocks_beyond_32_bit_offsets(far_pools, ints, device):
-    """Use offsets above 2**31 elements, in K and V, where a 32-bit product would wrap."""
-    query = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    numbers = ints([[2, 0, 1], [2, 1, 0]]), ints([0, 1, 3]), ints([40, 40]), ints([3, 0])
-    outs = []
-    for pool in far_pools(3, 128):
-        outs.append(torch.full_like(query, float("nan")))
-        batch = AttentionBatch(query, *pool.split(64, dim=3), *numbers)
-        triton_ops.topn_attention(outs[-1], batch, Softmax(0.125), ints([7, 0]))
-    assert torch.equal(outs[0], outs[1]) and outs[0].isfinite().all()

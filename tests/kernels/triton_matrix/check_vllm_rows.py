@@ -26,8 +26,6 @@ from vllm_pyramid.kernels import reference  # noqa: E402
 from vllm_pyramid.kernels.records import AttentionBatch, Softmax  # noqa: E402
 from vllm_pyramid.kernels.triton import functions as triton_ops  # noqa: E402
 
-pytestmark = pytest.mark.cpu if INTERPRETED else pytest.mark.gpu
-
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 32, 16
 TOKENS, KEEP = 100, 36  # the first four blocks go
 SCALE = SIZE**-0.5

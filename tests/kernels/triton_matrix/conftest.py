@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ from vllm_pyramid.kernels.records import AttentionBatch
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 if DEVICE == "cpu":
     quicken()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("cpu"):
+            item.add_marker("cpu" if DEVICE == "cpu" else "gpu")
 
 
 @dataclass

@@ -19,8 +19,6 @@ from vllm_pyramid.tools.bench.shapes import SHAPES, shape_of_config, write_model
 from vllm_pyramid.tools.child_process import ChildError
 from vllm_pyramid.tools.cli import main
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -52,13 +50,7 @@ pytestmark = pytest.mark.cpu
         (["prefix", "--policies", "snapkv,h2o", "--resume"], "--resume and h2o: it adds up"),
     ],
 )
-def test_wrong_arguments(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_arguments(arguments, said, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(measures, "Engines", None)  # nothing may start
     assert main(["bench", *arguments, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
@@ -71,9 +63,7 @@ def vllm_runs_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "runs_without_plugins", lambda: True)
 
 
-def test_stock_vllm_where_it_cannot_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_vllm_where_it_cannot_run(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(measures, "Engines", None)
     monkeypatch.setattr(prepare, "runs_without_plugins", lambda: False)
     assert main(["bench", "throughput", "--out", str(tmp_path)]) == 2
@@ -144,9 +134,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngines]:
 JOB = ["--prompt-len", "256", "--output-len", "8", "--num-prompts", "4"]
 
 
-def test_policies_take_turns(
-    fake: type[FakeEngines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policies_take_turns(fake, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     command = ["bench", "throughput", *JOB, "--repetitions", "3", "--out", str(out)]
     command += ["--budget", "12%,50%", "--json", str(tmp_path / "too.json")]
@@ -170,12 +158,7 @@ def test_policies_take_turns(
 
 
 @pytest.mark.parametrize("measure", [["throughput"], ["throughput", "--decode-only"]])
-def test_interrupted(
-    measure: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_interrupted(measure, tmp_path, monkeypatch, capsys) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -286,9 +269,7 @@ def test_a_pool_is_as_large_as_what_comes_beside_it_allows() -> None:
         ({"kv_cache_dtype": "fp8"}, 2 * 4 * 64),
     ],
 )
-def test_a_pool_is_sized_by_the_type_that_is_served(
-    engine_args: dict[str, Any], token_bytes: int
-) -> None:
+def test_a_pool_is_sized_by_the_type_that_is_served(engine_args, token_bytes) -> None:
     shape = SHAPES["small"].served_as(engine_args)
     job = Job(shape, 2048, 64, 32, 4.0, engine_args)
     assert job.pool_bytes == (4 * 132 + 1) * 8 * 16 * token_bytes
@@ -322,13 +303,7 @@ def test_a_written_model_has_its_shape(tmp_path: Path) -> None:
         ((10, 0), {"attention_backend": "FLASHINFER"}, {"attention_backend": "FLASHINFER"}),
     ],
 )
-def test_all_engines_run_one_attention(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    capability: tuple[int, int] | None,
-    given: dict[str, Any],
-    expected: dict[str, Any],
-) -> None:
+def test_all_engines_run_one_attention(monkeypatch, capsys, capability, given, expected) -> None:
     """On sm_100 vLLM alone would take another than it can under a policy."""
     from vllm_pyramid.tools.bench.prepare import _with_one_attention
 

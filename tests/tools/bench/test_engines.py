@@ -118,9 +118,7 @@ def test_decode_only(tmp_path: Path) -> None:
         assert row["decode_ratio"] > 0
 
 
-def test_pages_that_are_all_read_are_no_selection(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pages_that_are_all_read_are_no_selection(tmp_path, capsys) -> None:
     selecting = tmp_path / "all.yaml"
     attend = {"kind": "pages", "budget": 4096, "dense_layers": 1, "scorer": "box"}
     selecting.write_text(

@@ -11,8 +11,6 @@ from vllm_pyramid.policy import load_policy, policy_names
 from vllm_pyramid.tools.bench.memory import PolicyMemory
 from vllm_pyramid.tools.bench.shapes import Shape
 
-pytestmark = pytest.mark.cpu
-
 TINY = Shape(layers=2, hidden=8, mlp=16, heads=4, kv_heads=2, head_size=2, vocabulary=100)
 
 

@@ -17,8 +17,6 @@ from vllm_pyramid.tools.bench.samples import Request, Step, engine_sample, laten
 from vllm_pyramid.tools.bench.scheduler_log import steps_with_room
 from vllm_pyramid.tools.bench.shapes import SHAPES
 
-pytestmark = pytest.mark.cpu
-
 JOB = Job(SHAPES["small"], 64, 8, 2, 4.0)
 STOCK, SNAPKV = Variant("stock", None), Variant("snapkv", "12%")
 

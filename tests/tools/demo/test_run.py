@@ -17,8 +17,6 @@ from vllm_pyramid.tools.eval.engine import Work
 from vllm_pyramid.tools.eval.haystack import topics
 from vllm_pyramid.tools.eval.result import EvictionReport, Result
 
-pytestmark = pytest.mark.cpu
-
 RESULT = Result(
     text="no[i]se\x1b with a control character",
     eviction=EvictionReport(
@@ -116,9 +114,7 @@ def test_an_engine_that_evicts_nothing_fails_the_demonstration(
     assert "'streaming-llm' evicted nothing at budget 12%" in said and "In short" not in said
 
 
-def test_an_interruption_ends_the_worker_and_its_children(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_interruption_ends_the_worker_and_its_children(monkeypatch, tmp_path) -> None:
     """The engine's processes are children of the worker; none may outlive the demonstration."""
     use_worker(
         monkeypatch,
@@ -151,9 +147,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"  # ended; its exit status has not been asked for
 
 
-def test_a_worker_without_an_answer_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_without_an_answer_is_an_error(monkeypatch, tmp_path) -> None:
     use_worker(monkeypatch, tmp_path, "")
     with pytest.raises(ChildError, match="ended without an answer"):
         results_of(work())

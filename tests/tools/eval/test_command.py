@@ -15,8 +15,6 @@ from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.eval import engine
 from vllm_pyramid.tools.eval.result import EvictionReport, Reference, Result
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = [[7, 8, 9, 10], [1, 2, 3]]
 
 
@@ -67,9 +65,7 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_figures(
-    asked: StandIn, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures(asked, prompts, tmp_path, capsys) -> None:
     file = tmp_path / "rows.json"
     more = ("--kv-policy", "snapkv", "--budgets", "100%,12%", "--json", str(file))
     assert main(["eval", "--model", "a/model", "--prompts", prompts, *more]) == 0
@@ -88,9 +84,7 @@ def test_figures(
     assert "62.5%" in shown and "0.5000" in shown and "25.0%" in shown
 
 
-def test_an_answer_that_was_not_compared_is_an_error(
-    prompts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_was_not_compared_is_an_error(prompts, monkeypatch) -> None:
     stand_in = StandIn()
 
     def loses_one(*arguments: Any, **named: Any) -> Iterator[dict[str, Any]]:
@@ -102,9 +96,7 @@ def test_an_answer_that_was_not_compared_is_an_error(
         main(["eval", "--model", "a/model", "--prompts", prompts])
 
 
-def test_a_failed_engine_is_an_error_in_one_line(
-    prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_engine_is_an_error_in_one_line(prompts, monkeypatch, capsys) -> None:
     def fails(*_: Any, **__: Any) -> Iterator[dict[str, Any]]:
         raise ChildError("the engine failed")
         yield
@@ -124,8 +116,6 @@ def test_a_failed_engine_is_an_error_in_one_line(
         (["--json", "/"], "cannot write /: Is a directory"),
     ],
 )
-def test_wrong_arguments(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments(arguments, said, capsys) -> None:
     assert main(["eval", *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from vllm_pyramid.tools.eval.forced import (
@@ -17,8 +16,6 @@ from vllm_pyramid.tools.eval.forced import (
     ForcedTokens,
     forced_params,
 )
-
-pytestmark = pytest.mark.cpu
 
 VOCABULARY = 12
 FORCED = [3, 7, 5]

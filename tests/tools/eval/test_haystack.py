@@ -13,8 +13,6 @@ from vllm_pyramid.tools.eval.compare import made_up_prompts
 from vllm_pyramid.tools.eval.haystack import Tokens
 from vllm_pyramid.tools.eval.phrases import DIGITS, is_held_out, make_names, make_numbers
 
-pytestmark = pytest.mark.cpu
-
 
 class WordTokenizer:
     """A token for every word and mark, and one in front."""

@@ -7,8 +7,6 @@ import pytest
 
 from vllm_pyramid.tools.eval.result import EvictionReport
 
-pytestmark = pytest.mark.cpu
-
 
 def report() -> dict[str, object]:
     return {

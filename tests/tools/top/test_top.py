@@ -16,8 +16,6 @@ from vllm_pyramid.tools.cli import main
 from vllm_pyramid.tools.top.frame import frame
 from vllm_pyramid.tools.top.samples import PARTS, POLICY, SIMPLE, Reading, parse
 
-pytestmark = pytest.mark.cpu
-
 # Three requests to `vllm serve` with `pyramidkv` and a budget of 64 on the built-in model.
 RECORDED = (Path(__file__).parent / "recorded_metrics.txt").read_text(encoding="utf-8")
 
@@ -110,9 +108,7 @@ def test_rates_between_frames_and_a_server_that_was_started_anew() -> None:
     assert "evictions/s" in lines[0]
 
 
-def test_several_servers_and_one_that_is_down(
-    server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_servers_and_one_that_is_down(server, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "170")
     assert main(["top", "--once", server]) == 0
     assert "13,200/16,383" in capsys.readouterr().out
