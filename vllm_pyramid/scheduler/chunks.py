@@ -43,8 +43,10 @@ class Chunks:
         policy = settings.policy
         self._splits_at_prompt_end = policy.splits_at_prompt_end
         self._max_logits = settings.max_prompt_logits
-        self._max_recomputed = policy.attend.max_recomputed
+        most = policy.attend.max_recomputed
+        self._max_recomputed = 0 if most is None else most
         self._recomputed = 0  # in this step, beside one token of each request
+        self._new_tokens = self._stock_chunk if most is None else self._cut_chunk
         self._min_last, self._min_inner = settings.min_last_chunk, settings.min_inner_chunk
         # Otherwise the pool has room for whole sequences, so no request waits for its own head.
         self._pool_may_be_smaller = policy.inner_policy is not None or policy.schedule.every > 0
@@ -97,7 +99,7 @@ class Chunks:
                 return 0  # an order frees some; vLLM would preempt another request
             self._may_wait = True  # not the first: a step without tokens reports nothing
         if not (waits or self._pool_may_be_smaller) and computed >= request.num_prompt_tokens:
-            return self._room(request, computed, tokens)  # nearly every one
+            return self._new_tokens(request, computed, tokens)  # nearly every one
         coordinator = self._coordinator
         plans = coordinator.plans
         record, plan = plans.records[request.request_id], plans.of(request.request_id)
@@ -121,13 +123,13 @@ class Chunks:
         """Return the tokens for which vLLM wants blocks where a step ends at `tokens`."""
         return min(tokens + self._engine.num_lookahead_tokens, self._engine.max_model_len)
 
-    def _room(self, request: Request, computed: int, tokens: int) -> int:
+    def _cut_chunk(self, request: Request, computed: int, tokens: int) -> int:
         """Return vLLM's own chunk, cut where it has more known tokens of an answer than are left.
 
         A chunk behind the prompt may always have one token; drafts behind the known tokens are not
         counted. So a request's other tokens behind its prompt are as many rows as are counted here.
         """
-        if self._max_recomputed is not None and tokens > 1:
+        if tokens > 1:
             first = max(computed + 1, request.num_prompt_tokens)
             again = min(computed + tokens, request.num_tokens) - first
             left = self._max_recomputed - self._recomputed
@@ -146,7 +148,7 @@ class Chunks:
 
     def _chunk(self, request: Request, plan: Plan, computed: int, tokens: int) -> int:
         """Return the tokens of the next chunk, at most `tokens`; 0 if the step lacks room."""
-        tokens = self._room(request, computed, tokens)
+        tokens = self._new_tokens(request, computed, tokens)
         if computed >= plan.prompt_len and not plan.every:
             return tokens  # all has been evicted
         if request.status != RequestStatus.RUNNING and computed + tokens > request.num_tokens:
