@@ -122,7 +122,7 @@ held_tables
     Target: gpu.buffer_utils.StagedWriteTensor, BlockTables.block_tables,
     .init_block_table_layout_tensors; torch._foreach_copy_.
     Why: the tables of all requests, one a layer, are in host memory under V2; one launch copies
-    those of all layers. Remove when BlockTables can hold them there, and torch has a public name.
+    the tables of all layers. Remove when BlockTables can hold them there, and torch has a name.
 small_gemm
     Target: model_executor.layers.utils.check_cpu_sgl_kernel (CUDA wheel on a CPU).
     Why: it chooses operators that only a CPU build has. Remove when vLLM checks whether they exist.

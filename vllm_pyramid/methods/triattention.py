@@ -161,9 +161,9 @@ class TriAttentionScorer(Scorer):
         super().check(policy)
         if policy.heads.splits:
             raise ValueError(
-                f"policy {policy.name!r} gives each KV head a length of its own (heads), and its "
-                f"scorer {self.kind!r} finds centres by layers, as which these heads count: choose "
-                "another, such as observation_window"
+                f"policy {policy.name!r} has lengths per KV head (heads), each counted as a "
+                f"layer, and its scorer {self.kind!r} finds centres by layers: choose another, "
+                "such as observation_window"
             )
 
     def prepare_args(self, policy: Policy, args: EngineArgs) -> None:

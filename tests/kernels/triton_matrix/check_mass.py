@@ -140,7 +140,7 @@ def test_no_query_adds(make_paged, ints, group):
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("extra", [None, "sinks", "sliding_window"])
 def test_a_key_that_is_nan_reaches_the_mass_of_its_head(make_paged, device, extra, one_pass):
-    """By this NaN a request is found to have failed; whoever does not see it is not changed."""
+    """NaN tells that a request failed; queries that do not see it keep their results."""
     lens = [90, 33, 64]
     paged = make_paged(lens, 2, 64, torch.float32)
     batch = paged.batch([1, 1, 20], lens, group=4)

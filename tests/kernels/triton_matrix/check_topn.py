@@ -80,7 +80,7 @@ def test_all_keys_are_paged_attention(make_paged, ints):
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "soft_cap": 4.0}], ids=str)
 def test_a_key_that_is_nan_reaches_its_queries(make_paged, ints, device, options, renormalize):
-    """By this NaN a request is found to have failed; whoever does not see it is not changed."""
+    """NaN tells that a request failed; queries that do not see it keep their results."""
     paged = make_paged(LENS, 2, 64, torch.float32)
     sinks = torch.linspace(0, 2, 4, device=device) if options else None
     softmax = take_softmax({**options, "sinks": sinks}, 0.125)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker asks about its block tables, and about those of single KV heads."""
+"""Block tables of single KV heads, and the choice of a worker's layout of block tables."""
 
 from __future__ import annotations
 
